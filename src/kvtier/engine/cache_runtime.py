@@ -34,7 +34,7 @@ from kvtier.worker.layer_waits import LayerWaits
 from kvtier.worker.sharding import Sharding
 
 _POLL_SECONDS = 0.005
-"""Maximum time of one wait for transfers. `Engine.step` waits only if there is nothing to compute."""
+"""Maximum time of one wait for transfers."""
 TRAFFIC_SECONDS = 5.0
 """Length of the time window for TierTraffic.bytes_per_second."""
 
@@ -178,10 +178,10 @@ class CacheRuntime:
         self._clock = clock
         self._pins: dict[str, Lease] = {}
         self.failed: set[int] = set()
-        """Ids of transfers that failed on at least one rank. `begin_step` removes those no longer in flight."""
+        """Ids of transfers that failed on at least one rank. `begin_step` removes ids of transfers that have ended."""
         self.is_asleep = False
         self.finish_steps: Callable[[], object] | None = None
-        """Function of the engine that finishes the steps in flight. It must run before requests are paused."""
+        """Function of the engine that finishes the steps in flight. Called before requests are paused."""
         self._moved: Counter[tuple[str, str]] = Counter()
         self._moved_recently: deque[tuple[float, tuple[str, str], int]] = deque()
         self.metrics = Registry()
@@ -196,8 +196,8 @@ class CacheRuntime:
     def begin_step(self, plan: Plan, loads: Sequence[int]) -> StepTransfers:
         """Start the transfers of a plan. `loads` are the ids of the loads that the step waits for.
 
-        With `overlaps_compute` (one rank, on a GPU), the other transfers are deferred until the forward pass is
-        launched, because this thread needs half a millisecond to start a copy of hundreds of blocks.
+        With `overlaps_compute` (one rank, on a GPU), transfers that are not in `loads` are deferred until the forward
+        pass is launched, because this thread needs half a millisecond to start a copy of hundreds of blocks.
         """
         self.failed = {number for number in self.failed if number in self._manager.transfers.in_flight}
         deferred = None
@@ -219,7 +219,7 @@ class CacheRuntime:
             self.failed.update(result.transfer_id for result in report.results if not result.ok)
 
     def poll_while_waiting(self) -> bool:
-        """Apply new reports while this thread waits for the device. Return True if copies are in flight.
+        """If copies are in flight, apply new reports while the device computes. Return True if copies remain in flight.
 
         Applying a report at the start of the next step would leave the device idle. Transfers to and from stores do not
         count as copies, because they take longer than a step.
@@ -261,7 +261,7 @@ class CacheRuntime:
     # ---- prompts ---------------------------------------------------------------------------------------------------
 
     def pin(self, name: str, chain: Chain) -> int:
-        """Protect the cached part of a prompt from eviction until `unpin(name)`. Return the number of cached tokens."""
+        """Protect the cached part of a prompt from eviction until `unpin` or `reset`. Return its number of tokens."""
         if name in self._pins:
             raise ArgumentError(f"the name {name!r} is pinned already; unpin it first")
         self._pins[name] = pin = self._manager.pin(chain, now=self._clock())

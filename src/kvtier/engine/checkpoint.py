@@ -1,7 +1,7 @@
 """Load a model from a Hugging Face folder or a GGUF file.
 
-A GGUF file has its own names of tensors and stores shapes with the innermost dimension first. For the llama
-architecture, the file interleaves the two halves of each head in the rows of q and k. The gguf package dequantizes.
+A GGUF file has its own names of tensors and stores shapes with the innermost dimension first. The gguf package
+dequantizes.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(1024))
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    """Batch sizes for which decode steps are captured as CUDA graphs. An empty tuple disables graphs."""
+    """Batch sizes for which decode steps are captured as CUDA graphs; not used on a CPU or with several ranks."""
     ghost_scales: tuple[float, ...] = ()
     """Cache sizes for which to estimate hit rates, as multiples of the real size. An empty tuple disables estimates."""
     keep_explanations: int = 1000
@@ -62,7 +62,7 @@ class EngineConfig:
     """Number of objects per block in a store. Each object contains some of the KV heads. 0 means one object per rank.
     Engines that share stored blocks need equal numbers: set kv_shards to their highest tensor_parallel."""
     rank_timeout_seconds: float = 60.0
-    """Timeout for a step on the other ranks."""
+    """Timeout for a step on the other ranks, and for one all_reduce."""
     phases: int = 0
     """Number of steps in flight: 1, 2, or 0 for the default, which is 2 on a GPU and 1 on a CPU. With 2, the host
     schedules a step while the device computes the previous step. The end of a sequence can then be found one step late,
@@ -140,7 +140,7 @@ class Engine:
         self._ids = itertools.count()
         self._runs: deque[StepRun] = deque()  # steps in flight, oldest first
         self._undelivered: list[Output] = []  # outputs of steps that ended between two calls of `step`
-        self._live: dict[str, EngineSequence] = {}  # by the id of the scheduler request
+        self._live: dict[str, EngineSequence] = {}  # sequences that have started, by the id of the scheduler request
         self._ended: dict[str, Explanation] = {}
 
     def add(
@@ -203,7 +203,7 @@ class Engine:
         return bool(mine)
 
     def has_work(self) -> bool:
-        """True if there are requests to run, transfers to plan or finish, or outputs that `step` has not returned."""
+        """True if there are requests to run, steps in flight, transfers to plan or finish, or outputs to return."""
         return bool(self.scheduler.has_work() or self.manager.has_plans or self._runs or self._undelivered)
 
     def explain(self, request_id: str) -> Explanation:
@@ -410,7 +410,7 @@ class Engine:
         return tokens
 
     def _failed(self, step: Step, error: BaseException) -> list[Output]:
-        """End all requests of a failed step and report `error` to them. Raise `error` if the engine cannot continue."""
+        """End all requests of a failed step with `error`. Raise the error if the engine cannot continue."""
         outputs = []
         if self._ranks is not None:
             error = self._ranks.error_of(error)

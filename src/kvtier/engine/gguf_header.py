@@ -27,7 +27,7 @@ class GgufTensor(NamedTuple):
 
 
 class GgufHeader:
-    """The metadata and the table of tensors of a GGUF file, version 2 or 3. Needs neither torch nor `gguf`."""
+    """The metadata and the table of tensors of a GGUF file, version 2 or 3."""
 
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as file:

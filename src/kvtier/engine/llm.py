@@ -115,7 +115,7 @@ class LLM:
     def chat(
         self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
     ) -> Completion:
-        """Generate the next message of a conversation. `options` are passed to the chat template."""
+        """Generate the next message of a conversation. `options` are passed to Tokenizer.encode_chat."""
         return self.generate([self.tokenizer.encode_chat(messages, **options)], params, progress=False)[0][0]
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ def default_ops(device: torch.device) -> Ops:
 
 
 class Model:
-    """A decoder-only transformer. The weights are its only state; the caller owns the cache."""
+    """A decoder-only transformer. The caller owns the cache."""
 
     def __init__(
         self, config: ModelConfig, weights: ModelWeights, ops: Ops | None = None, all_reduce: AllReduce | None = None

@@ -1,15 +1,16 @@
 """The pipeline modules of the engine. They run a scheduler step in the ops of the pipeline.
 
-SETUP     ModelForward   sends rows that are new or changed to the device
+SETUP     ModelForward   sends rows that are new or changed to the device, and the step to other ranks
 PREPARE   ModelForward   moves the rows into the order of the batch, and copies the blocks in Step.copies
-FORWARD   ModelForward   computes the logits
+FORWARD   ModelForward   fills the caches and computes the logits
 FORWARD   Sampler        samples tokens and writes them into the rows
 UNPREP    Sampler        copies the tokens to memory that the next step does not overwrite
 FETCH     Sampler        copies the tokens to the host
+UPDATE    ModelForward   waits for the other ranks
 UPDATE    Sampler        adds the tokens to the samples of the step
 
-On CUDA, a captured graph can run FORWARD for a step that only decodes and waits for no loads. PREPARE, FORWARD and
-UNPREP run on the executor's thread, the other ops on the engine's thread.
+On CUDA, a captured graph can run FORWARD for a step that only decodes and waits for no loads. With draft
+tokens, FORWARD itself copies the tokens to the host and adds them to the samples.
 """
 
 from __future__ import annotations
@@ -279,7 +280,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[RowInput], depth: int, resident: 
 
 
 def _accept(run: StepRun, rows: Sequence[RowInput], drawn: Drawn, tokens: list[int], depth: int) -> list[bool]:
-    """Record a sample of each row. Return for each row whether the sample equals draft token `depth` of the row."""
+    """Record a sample of each row that has not failed or ended. Return True for each row that accepts draft `depth`."""
     is_match = []
     samplers = [each.sequence.sampler for each in rows]
     for (row, *_), sampler, one in zip(rows, samplers, to_samples(drawn, tokens, samplers), strict=True):

@@ -6,7 +6,7 @@ shapes. Matrix products use tiles of TILE tokens. Attention uses tiles of TILE q
 zeros. Missing keys are masked and have the weight 0. The query at position p is always row p % TILE of its tile.
 
 Results are invariant only if the library computes a row independently of other rows and of the row's place in a tile.
-`_try_out` tests this for every shape of matrix products, norms and activations before the first use of the shape.
+`_try_out` tests this for matrix products, norms and activations, before the first use of each shape and thread count.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """CUDA operations in Triton, with fused kernels for the operations between matrix products.
 
-Prefill attention uses tiles of queries. Decode attention splits the keys among programs. Both kernels read keys and
-values in place from the strided cache of one layer, [blocks, 2, block_tokens, kv_heads, head_dim]. The grid of a
-decode kernel depends only on shapes and not on values in device memory. A decode step can therefore be captured in a
-CUDA graph and replayed with other context lengths.
+The prefill kernel uses tiles of queries. The decode kernel, and with few tiles also the prefill kernel, splits the keys
+among programs. Both kernels read keys and values in place from the strided cache of one layer, [blocks, 2,
+block_tokens, kv_heads, head_dim]. The grid of the decode kernel depends only on shapes and not on values in device
+memory. A decode step can therefore be captured in a CUDA graph and replayed with other context lengths.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ def num_splits(programs: int, device: torch.device) -> int:
 
 
 def prefill_splits(rows: int, most_keys: int, device: torch.device) -> int:
-    """Return the number of shares into which the keys of a tile are split. The number is a power of two.
+    """Return the number of shares into which the keys of a tile are split: a power of two.
 
     `rows` is the number of rows of all tiles. Splits help if few tokens attend to many keys, for example after a cached
     prefix. There are then too few tiles for all multiprocessors. Time of one layer with the heads of Llama-3-8B over

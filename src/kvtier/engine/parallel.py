@@ -106,9 +106,9 @@ class Ranks:
             self._num_ended[rank - 1] -= 1
 
     def error_of(self, error: BaseException) -> BaseException:
-        """Return the error that ends the engine after a step failed on rank 0. Other ranks may still run that step.
+        """Return the most likely cause of `error`, which ends the engine, after a step failed on rank 0.
 
-        The result is the most likely cause of `error`. After one rank is lost, all_reduce fails on every rank.
+        Other ranks may still run that step. If one rank is lost, all_reduce fails on every rank.
         """
         if not isinstance(error, Exception):
             self._fail(f"rank 0 was stopped in a step by {type(error).__name__}")
@@ -236,7 +236,7 @@ class Ranks:
         self._guard(rank, lambda: send(self._links[rank - 1], message))
 
     def _receive(self, rank: int, timeout: float) -> Any:
-        """Return the value of the next reply. Reports that arrive before it are kept for `poll`."""
+        """Return the value of the next reply. Reports that arrive until then are kept for `poll`."""
         while not (message := self._next(rank, timeout)).is_reply:
             pass
         return message.value

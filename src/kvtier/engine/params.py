@@ -1,4 +1,4 @@
-"""Sampling parameters and outputs of a request. The module does not import torch, because the front end imports it."""
+"""Sampling parameters and outputs of a request. Does not import torch, because the front end uses this module."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class SamplingParams:
     """Drop tokens whose probability is below this fraction of the largest probability."""
     penalties: Penalties = field(default_factory=Penalties)
     seed: int | None = None
-    """The same seed gives the same tokens; None uses a random seed."""
+    """The same seed gives the same random numbers; None uses a random seed."""
     stop: tuple[str, ...] = ()
     """Strings that end the output."""
     include_stop: bool = False
@@ -160,7 +160,7 @@ class PromptLogprobs(NamedTuple):
 
     chosen: float
     rank: int
-    """1 if no other token is more likely."""
+    """1 plus the number of more likely tokens."""
     top: tuple[tuple[int, float], ...]
     """(token, log-probability) of the most likely tokens, in descending order."""
 
@@ -196,9 +196,9 @@ class FinishReason(Enum):
 
 @dataclass(slots=True)
 class Output:
-    """Text and tokens that one step added to one sequence.
+    """Text and tokens that one step added to one sequence. Treat an output as immutable.
 
-    Treat it as immutable. It is not frozen, because creating a frozen dataclass takes five times as long.
+    The class is not frozen, because creating a frozen dataclass takes five times as long.
     """
 
     request_id: str
@@ -216,7 +216,7 @@ class Output:
     """Scores of prompt tokens, in order from SamplingParams.prompt_logprobs_start on. A step may split its scores among
     several outputs. Only the first sequence of a request reports scores."""
     stop_text: str = ""
-    """The stop string that ended the sequence. Empty if the sequence ended without one or has not ended."""
+    """The stop string that ended the sequence, otherwise empty."""
 
     def __reduce__(self) -> tuple[type[Output], tuple[object, ...]]:
         """Pickle the fields as a tuple. A round trip takes 8.5 instead of 31.6 us (x86-64, measured on 2026-11-15)."""

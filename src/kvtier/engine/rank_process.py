@@ -31,7 +31,7 @@ from kvtier.storage import ShardStores, StoreStats, open_shards
 _POLL_SECONDS = 0.001
 """Interval between polls while transfers are in flight and there is nothing to compute."""
 _IDLE_SECONDS = 0.5
-"""Interval when no transfer is in flight. Polls are still needed, because the scrubber may report damaged blocks."""
+"""Interval when no transfer is in flight. Polls are still needed, for example to report damaged host blocks."""
 
 
 def main(descriptor: int) -> None:
@@ -129,8 +129,8 @@ class RankWorker:
 
 
 def _read(link: Connection[Any, Any], calls: queue.SimpleQueue[RankCall | Exception]) -> None:
-    """Read calls on a separate thread. A pipe holds 200 KB, and plans and reports can be larger. Without this thread,
-    the two processes could wait forever for each other to read."""
+    """Read calls on a separate thread, because plans and reports can exceed the 200 KB that a pipe holds. Without this
+    thread, the two processes could wait forever for each other to read."""
     try:
         while True:
             calls.put(receive(link))

@@ -1,7 +1,7 @@
 """DeviceRows: keeps the token, position, sampling parameters and block table of each row on the device.
 
     SETUP     host -> staging    rows that are new or that the host has changed, through the BatchCopy of the op
-    PREPARE   staging -> State   `warp` and `append` move the rows that stay, and add new rows and new blocks
+    PREPARE   staging -> State   `State.warp` and `State.append` move old rows, and add new rows and new blocks
     FORWARD   State -> State     the step writes the sampled token and the next position of each row
 
 If rows and blocks stay the same, a decode step needs no such copies. Each phase has its own staging memory.
@@ -255,13 +255,13 @@ class DeviceRows:
         return Resident(heads[at], positions[at], self.counts, [slots[row] for row in chosen])
 
     def write(self, number: int, tokens: torch.Tensor, chosen: torch.Tensor | None = None) -> None:
-        """Store the next token and position of rows that sample, or of resident rows `chosen`. Count the tokens."""
+        """Store the next token and position of each row that samples, or of the rows `chosen` of a resident batch."""
         phase, heads = self._phases[number], self.heads.front
         rows, positions = self._written(phase)
         if chosen is not None:
             rows, positions = chosen, positions[chosen]
         heads[rows, _TOKEN], heads[rows, _POSITION] = tokens, positions
-        if max(phase.slots) >= 0:
+        if max(phase.slots) >= 0:  # count the tokens of rows with penalties
             slots = heads[rows, SLOT]
             is_counted = (slots >= 0) & (tokens >= 0)
             at = slots.clamp(min=0), tokens.clamp(min=0)

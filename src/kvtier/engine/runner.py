@@ -16,10 +16,7 @@ _Call = tuple[Callable[[Engine], Any], Future[Any]]
 
 
 class EngineRunner:
-    """Runs an Engine on its own thread, for callers on other threads. The thread runs steps while there is work.
-
-    `stream` yields the outputs of a request as they arrive. Closing the iterator early cancels the request.
-    """
+    """Runs an Engine on its own thread, for callers on other threads. The thread runs steps while there is work."""
 
     def __init__(self, engine: Engine, on_breakdown: Callable[[Exception], object] | None = None) -> None:
         """`on_breakdown` is called on the engine thread with the error that ended the engine."""
@@ -46,7 +43,7 @@ class EngineRunner:
     def stream(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None, **options: Any
     ) -> Iterator[Output]:
-        """Yield the outputs of a request, on the caller's thread."""
+        """Yield the outputs of a request as they arrive. Closing the iterator early cancels the request."""
         outputs: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
         name = self.submit(prompt, params, outputs.put, **options).result()
         try:
@@ -64,7 +61,7 @@ class EngineRunner:
         deliver: Callable[[Output | None], object],
         **options: Any,
     ) -> Future[str]:
-        """Add a request. Until `leave`, the engine thread calls `deliver` with each output, and finally with None."""
+        """Add a request. Until `leave`, the engine thread passes each output to `deliver`, and None after the last."""
 
         def add(engine: Engine) -> str:
             name = engine.add(prompt, params, **options)

@@ -1,8 +1,7 @@
 """Check and compile grammars with llguidance (extra `structured`), and constrain outputs to a grammar.
 
-A grammar is a JSON schema, a regular expression or a context-free grammar in Lark's notation.
-
-Processes without torch use this module too. It therefore imports numpy and torch only where a constraint is applied.
+A grammar is a JSON schema, a regular expression or a context-free grammar in Lark's notation. This module imports numpy
+and torch only where a constraint is applied, because processes without torch use this module too.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class SchemaCompiler:
         self._limits = self._llguidance.LLParserLimits(verbose_errors=False)  # verbose errors quote the whole grammar
 
     def compile(self, grammar: Grammar) -> llguidance.LLMatcher:
-        """Compile a grammar without holding the GIL. Raises ArgumentError if the grammar is not supported.
+        """Compile a grammar without holding the GIL. Raise ArgumentError if the grammar is not supported.
 
         A schema of 2 KB can take hours. Therefore, first compile an untrusted grammar in a process that can be killed.
         """
@@ -126,7 +125,7 @@ class GrammarConstraint:
         self._matcher = matcher
 
     def forbid(self, logits: torch.Tensor) -> None:
-        """Set the logits of forbidden tokens to -inf. Raises StateError if all are forbidden or a limit is exceeded."""
+        """Set the logits of forbidden tokens to -inf. Raise StateError if all are forbidden or a limit is exceeded."""
         import numpy as np
 
         from kvtier.engine.forward import to_tensors
@@ -139,7 +138,7 @@ class GrammarConstraint:
         logits.masked_fill_(is_allowed == 0, -float("inf"))
 
     def accept(self, token_id: int) -> None:
-        """Advance the grammar by a token. Raises StateError if the token is forbidden."""
+        """Advance the grammar by a token. Raise StateError if the token is forbidden."""
         if not self._matcher.consume_token(token_id):
             raise self._error()
 

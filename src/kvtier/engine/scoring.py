@@ -1,7 +1,7 @@
 """Log-probabilities of prompt tokens, computed in the same steps as the KV of the prompt.
 
-logits of token    0  1  2  3          A token from the cache has no logits. If s is the first scored token, token s - 1
-score token        1  2  3  4 ..       and all later tokens are therefore computed.
+The logits of a token score the next token. A token from the cache has no logits. If s is the first scored token, token
+s - 1 and all later tokens are therefore computed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _CHUNK_ELEMENTS = 1 << 23  # logits in memory at a time: 32 MiB in float32, and 
 def scored_tokens(row: Row) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return the prompt tokens that a row scores. The request of the row must have a limit on cached tokens.
 
-    The logits of a token score the next token. The last token of the prompt scores none. If the previous row of the
-    request is still in flight, that row scores the tokens up to and including `row.first`.
+    The logits of the last prompt token score no prompt token. If the previous row of the request is still in flight,
+    that row scores the tokens up to and including `row.first`.
     """
     request = row.request
     assert request.max_cached_tokens is not None

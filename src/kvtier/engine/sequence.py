@@ -29,7 +29,7 @@ class StopChecker:
         """The stop string that ended the output; empty before that."""
 
     def feed(self, piece: str) -> tuple[str, bool]:
-        """Add text. Returns the text that can be released, and True if a stop string ends the output."""
+        """Add text. Return the text that can be released, and True if a stop string ends the output."""
         if not self._stops:
             return piece, False
         text = self.held + piece

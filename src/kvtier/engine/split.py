@@ -19,7 +19,7 @@ from kvtier.errors import ArgumentError
 
 
 def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
-    """Return the configuration of one rank's share. Raises ArgumentError if equal shares are impossible."""
+    """Return the configuration of one rank's share. Raise ArgumentError if equal shares are impossible."""
     names = {"num_heads": "attention heads", "num_kv_heads": "KV heads", "ffn_dim": "feed-forward features"}
     for name, words in names.items():
         if getattr(config, name) % num_ranks:

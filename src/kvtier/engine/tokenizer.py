@@ -132,8 +132,8 @@ class Tokenizer:
     def max_token_bytes(self) -> int | None:
         """Largest number of bytes of text that one token can represent; None if the limit is not known.
 
-        It is known only if tokens are byte-level and strip no white space, and the normalizer is NFC or absent. In a
-        byte-level vocabulary, each character of a token represents one byte. Added tokens are plain text.
+        The limit is known only if tokens are byte-level and strip no white space, and the normalizer is NFC or absent.
+        In a byte-level vocabulary, each character of a token represents one byte. Added tokens are plain text.
         """
         config = json.loads(self.to_json())
         steps, added, normalizer = config["pre_tokenizer"] or {}, config["added_tokens"], config["normalizer"] or {}

@@ -70,7 +70,7 @@ class ModelWeights:
 
 
 class Products(StrEnum):
-    """How the CPU multiplies with quantised matrices in steps of at most native.MAX_TOKENS tokens."""
+    """Arithmetic of the CPU for products with quantised matrices in steps of at most native.MAX_TOKENS tokens."""
 
     EXACT = "exact"
     """In float32, with the dequantised values."""
@@ -99,7 +99,7 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Assembler:
-    """Reads and fuses all weights. Raises CheckpointError for a missing tensor or a wrong shape."""
+    """Reads and fuses all weights. A missing tensor or a wrong shape raises CheckpointError."""
 
     config: ModelConfig
     source: TensorSource
@@ -108,7 +108,7 @@ class Assembler:
     products: Products = Products.EXACT
 
     def model(self) -> ModelWeights:
-        """Read all weights. Raises UnavailableError if integer products were chosen and no matrix supports them."""
+        """Read all weights. Raise UnavailableError if integer products were chosen and no matrix supports them."""
         config = self.config
         names = ["model.embed_tokens.weight"]
         embedding = self._joined(names, [config.vocab_size], config.hidden_dim)
