@@ -307,8 +307,6 @@ class Pipeline:
             if ticket not in self._running and ticket not in self._retiring:
                 raise ArgumentError(f"{ticket!r} is not in this pipeline")
 
-    # ---- the device side ----
-
     def _execute(self, batch: BatchData) -> None:
         """Run the device ops, unless an earlier batch failed on the device. Errors are stored in the batch."""
         if self._broken_at is not None:
@@ -355,10 +353,7 @@ class Pipeline:
             name, track=op.side, phase=batch.phase, step=batch.sequence, num_rows=batch.bsz, stream=stream
         )
 
-    # ---- rows and requests ----
-
     def _take(self, order: RowOrder) -> None:
-        """Set the order of the latest batch."""
         if order is self._order:
             return
         for ticket in order.row_of.keys() - self._order.row_of.keys():

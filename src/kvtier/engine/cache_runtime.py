@@ -99,8 +99,6 @@ class NullController:
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """Size, use and hits of one tier."""
-
     name: str
     num_blocks: int
     """Capacity in blocks; 0 for a store, which has a capacity in bytes."""
@@ -113,8 +111,6 @@ class TierState:
 
 @dataclass(frozen=True, slots=True)
 class TierTraffic:
-    """Traffic from one tier to another."""
-
     source: str
     target: str
     num_bytes: int
@@ -394,8 +390,6 @@ class CacheRuntime:
         self._controller.close()
         for group in self._groups:
             group.free()
-
-    # ---- internals -------------------------------------------------------------------------------------------------
 
     def _pause(self) -> None:
         if self.finish_steps is not None:

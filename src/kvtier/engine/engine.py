@@ -237,8 +237,6 @@ class Engine:
         """Return the chain of a prompt: its tokens and the keys of its blocks."""
         return Chain(self.manager.namespace, self._tokens(prompt), salt=salt)
 
-    # ---- internals -------------------------------------------------------------------------------------------------
-
     def _tokens(self, prompt: str | Sequence[int]) -> IdArray:
         if isinstance(prompt, str):
             if self.tokenizer is None:

@@ -185,8 +185,6 @@ class Ranks:
         finally:
             self._end_processes()
 
-    # ---- internals -------------------------------------------------------------------------------------------------
-
     @property
     def _ranks(self) -> range:
         return range(1, len(self._links) + 1)

@@ -247,7 +247,6 @@ class Tokenizer:
         return SpecialText([decoder[id].content for id in self.special_ids])
 
     def to_json(self) -> str:
-        """Return the contents of tokenizer.json."""
         return str(self._backend.to_str())
 
     def stream(self) -> TokenStream:
