@@ -18,7 +18,7 @@ Side = Literal["engine", "executor"]
 class BatchOp(Enum):
     """The operations of a batch, in order of execution. Each op is one method of a Module.
 
-    TurboMind is the engine of LMDeploy. Its name of each op is in the second column.
+    TurboMind is the engine of LMDeploy. Its names of the ops are in the second column.
 
     | op      | TurboMind| data flow                                          | where         | side     |
     |---------|----------|----------------------------------------------------|---------------|----------|

@@ -230,7 +230,7 @@ class CacheRuntime:
         self._controller.wait(_POLL_SECONDS)
         self.poll()
 
-    # ---- inspection ------------------------------------------------------------------------------------------------
+    # ---- for operators ---------------------------------------------------------------------------------------------
 
     def states(self) -> list[TierState]:
         """Return the state of every tier, from the fastest to the slowest."""
@@ -253,8 +253,6 @@ class CacheRuntime:
         for at, ends, num_bytes in self._moved_recently:
             recent[ends] += num_bytes if at >= first else 0
         return [TierTraffic(*ends, total, recent[ends] / TRAFFIC_SECONDS) for ends, total in self._moved.items()]
-
-    # ---- prompts ---------------------------------------------------------------------------------------------------
 
     def pin(self, name: str, chain: Chain) -> int:
         """Protect the cached part of a prompt from eviction until `unpin` or `reset`. Return its number of tokens."""
@@ -298,8 +296,6 @@ class CacheRuntime:
         num_dropped = self._admin.drop(chain)
         self._drain()
         return num_dropped
-
-    # ---- tiers -----------------------------------------------------------------------------------------------------
 
     def reset(self, *, clear_stores: bool = False) -> None:
         """Unpin all prompts and delete all cached blocks from memory. With `clear_stores`, clear the stores too."""

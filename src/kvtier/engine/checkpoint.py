@@ -1,7 +1,7 @@
 """Load a model from a Hugging Face folder or a GGUF file.
 
 A GGUF file has its own names of tensors and stores shapes with the innermost dimension first. The gguf package
-dequantizes.
+dequantizes the tensors.
 """
 
 from __future__ import annotations

@@ -27,7 +27,8 @@ class RopeConfig:
 
     theta: float = 10000.0
     kind: str = "default"
-    """default, linear (divides all frequencies by `factor`), or llama3 (low ones by `factor`, medium ones by less)."""
+    """default; linear, which divides all frequencies by `factor`; or llama3, which divides low frequencies by `factor`,
+    medium frequencies by less, and high frequencies not at all."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0

@@ -9,8 +9,8 @@ FETCH     Sampler        copies the tokens to the host
 UPDATE    ModelForward   waits for the other ranks
 UPDATE    Sampler        adds the tokens to the samples of the step
 
-On CUDA, a captured graph can run FORWARD for a step that only decodes and waits for no loads. With draft
-tokens, FORWARD itself copies the tokens to the host and adds them to the samples.
+On CUDA, a captured graph can run FORWARD for a step that only decodes and waits for no loads. With draft tokens,
+FORWARD itself copies the tokens to the host and adds them to the samples.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Ranks:
         self._broadcast(RankCall("step", (tuple(inputs), step.copies, step.loads), replies=False))
 
     def end_step(self) -> None:
-        """Wait for the other ranks to compute the oldest step in flight. `poll` then has the reports of its loads."""
+        """Wait for the other ranks to compute the oldest step in flight. `poll` then returns reports of its loads."""
         for rank in self._ranks:
             while not self._num_ended[rank - 1]:
                 self._next(rank, self._timeout)

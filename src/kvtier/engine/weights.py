@@ -187,7 +187,7 @@ class Assembler:
 
 
 class SafetensorsFolder:
-    """Tensors of a Hugging Face folder. They are in model.safetensors, or in shards that an index file lists."""
+    """A Hugging Face folder. Tensors are in model.safetensors, or in shards that an index file lists."""
 
     def __init__(self, folder: Path) -> None:
         safetensors = optional_package("safetensors", "reading safetensors")

@@ -179,8 +179,6 @@ class Scheduler:
             self._leaving.remove(request)
             self._release(request, now)
 
-    # ---- selection -------------------------------------------------------------------------------------------------
-
     def _continue(self, request: Request, builder: _StepBuilder, now: float) -> None:
         """Add a row for a running request. If blocks are short, preempt or refuse requests, or wait for transfers."""
         if request in builder.to_preempt or not self._may_continue(request, now):
@@ -438,8 +436,6 @@ class Scheduler:
         self._waiting.append(request)
         request.state, request.allocation, request.num_computed = RequestState.WAITING, None, 0
         request.draft = ()
-
-    # ---- results ---------------------------------------------------------------------------------------------------
 
     def _take_result(self, row: Row, result: RowResult, now: float) -> None:
         request, allocation = row.request, _held(row.request)
