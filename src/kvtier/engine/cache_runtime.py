@@ -237,13 +237,11 @@ class CacheRuntime:
         block_bytes = self._block_bytes
         states = []
         for tier in self._manager.stats.tiers:
-            used, size = tier.num_used * block_bytes, tier.num_blocks * block_bytes
+            bytes_of = tier.num_used * block_bytes, tier.num_blocks * block_bytes
             if tier.name in self._stores:
                 store = self._stores[tier.name].stats
-                used, size = store.used_bytes, store.max_bytes
-            states.append(
-                TierState(tier.name, tier.num_blocks, tier.num_used, block_bytes, used, size, tier.hit_tokens)
-            )
+                bytes_of = store.used_bytes, store.max_bytes
+            states.append(TierState(tier.name, tier.num_blocks, tier.num_used, block_bytes, *bytes_of, tier.hit_tokens))
         return states
 
     def traffic(self) -> list[TierTraffic]:

@@ -30,11 +30,7 @@ StoreOrUrls = Store | str | Sequence[str]
 
 
 def open_caches(
-    models: Sequence[Model],
-    config: EngineConfig,
-    namespace: bytes,
-    stores: Mapping[str, StoreOrUrls],
-    rows: DeviceRows,
+    models: Sequence[Model], config: EngineConfig, namespace: bytes, stores: Mapping[str, StoreOrUrls], rows: DeviceRows
 ) -> tuple[list[DeviceCacheGroup], Controller, Mapping[str, Counted], Ranks | None]:
     """Open the caches of a model and its draft models. After an error, close everything that was opened.
 

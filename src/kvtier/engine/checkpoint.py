@@ -124,8 +124,5 @@ def load_model(
     path, kind, place = resolve(model), torch_dtype(element_type(dtype)), torch.device(device)
     if not kind.is_floating_point:
         raise CheckpointError(f"a model cannot compute in {kind}; use f32, bf16 or f16")
-    if not path.is_dir():
-        file = GgufFile(path)
-        return Model(file.config, Assembler(file.config, file, kind, place, products).model(), ops)
-    config = ModelConfig.from_folder(path)
-    return Model(config, Assembler(config, SafetensorsFolder(path), kind, place, products).model(), ops)
+    source = SafetensorsFolder(path) if path.is_dir() else GgufFile(path)
+    return Model(source.config, Assembler(source.config, source, kind, place, products).model(), ops)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from kvtier.cache.config import CacheConfig
 from kvtier.cache.manager import CacheManager
 from kvtier.engine.cache_runtime import CacheRuntime
 from kvtier.engine.caches import StoreOrUrls, limit_known_keys, open_caches
+from kvtier.engine.forward import I32
 from kvtier.engine.model import Model
 from kvtier.engine.modules import ModelForward, Sampler, StepRun, free_bytes, plan_row
 from kvtier.engine.params import Explanation, FinishReason, Output, SamplingParams
@@ -39,8 +39,6 @@ from kvtier.scheduler.scheduler import MAX_IN_FLIGHT
 # Time to sleep between polls while blocks are in flight, so that other threads can run. Values from 20 us to 100 us
 # give the same step time (H200, measured on 2026-11-16).
 _POLL_SECONDS = 50e-6
-
-IdArray = np.ndarray[Any, np.dtype[np.int32]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +68,7 @@ class EngineConfig:
     relative to 1: +3 % for 1 row, -23 % for 4, -29 % for 16, +8 % for 64 (SmolLM2-135M, EPYC, 2 cores, 2026-11-19)."""
 
     def __post_init__(self) -> None:
-        least = {"block_tokens": 1, "tensor_parallel": 1, "kv_shards": 0}
-        for name, low in least.items():
+        for name, low in {"block_tokens": 1, "tensor_parallel": 1, "kv_shards": 0}.items():
             if getattr(self, name) < low:
                 raise RangeError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if self.phases not in range(MAX_IN_FLIGHT + 1):
@@ -237,7 +234,7 @@ class Engine:
         """Return the chain of a prompt: its tokens and the keys of its blocks."""
         return Chain(self.manager.namespace, self._tokens(prompt), salt=salt)
 
-    def _tokens(self, prompt: str | Sequence[int]) -> IdArray:
+    def _tokens(self, prompt: str | Sequence[int]) -> I32:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ArgumentError("this engine has no tokenizer; use token ids as the prompt")
@@ -253,7 +250,7 @@ class Engine:
         return tokens.astype(np.int32)
 
     def _new_sequence(
-        self, name: str, index: int, tokens: IdArray, params: SamplingParams, priority: int, salt: bytes, hints: Hints
+        self, name: str, index: int, tokens: I32, params: SamplingParams, priority: int, salt: bytes, hints: Hints
     ) -> EngineSequence:
         room = self.scheduler.config.max_context - len(tokens)
         sampler = RequestSampler(params, tokens, self.model.config.eos_token_ids, index)

@@ -96,14 +96,12 @@ class DeviceCacheGroup:
             if self.cache.is_cuda:  # steps run on another stream, which could write before the zeros are written
                 torch.cuda.synchronize(self.cache.device)
         except torch.OutOfMemoryError as error:
-            config, weights = self.model.config, self.model.weights
-            block = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.block_tokens
-            block *= weights.dtype.itemsize
+            device, block = self.model.weights.device, self.block_bytes
             graphs = f" and CUDA graphs for up to {max(self._graph_sizes)} rows" if self._graph_sizes else ""
             raise OutOfMemoryError(
                 f"{num_blocks} device blocks of {block / 2**20:.2f} MiB{graphs} need more than "
-                f"{num_blocks * block / 2**30:.2f} GiB, but only {free_bytes(weights.device) / 2**30:.2f} GiB are "
-                f"free on {weights.device}; lower num_blocks (--blocks){' or graph_sizes' if graphs else ''}"
+                f"{num_blocks * block / 2**30:.2f} GiB, but only {free_bytes(device) / 2**30:.2f} GiB are "
+                f"free on {device}; lower num_blocks (--blocks){' or graph_sizes' if graphs else ''}"
             ) from error
 
     def free(self) -> None:
@@ -116,7 +114,9 @@ class DeviceCacheGroup:
 
     @property
     def block_bytes(self) -> int:
-        return self.cache[0:0].element_size() * int(np.prod(self.cache.shape[1:]))
+        config = self.model.config
+        elements = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.block_tokens
+        return elements * self.model.weights.dtype.itemsize
 
     def logits(self, batch: ForwardBatch, before_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Compute a batch, fill the cache, and return the logits."""

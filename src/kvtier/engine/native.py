@@ -21,21 +21,8 @@ MAX_TOKENS = 16
 _LANES, _BLOCK = 16, 32  # rows per tile of a packed matrix, elements per block of a quantised row
 # No -ffast-math, because the compiler could then reorder sums, and results would depend on the number of tokens.
 _FLAGS = ("-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
-SOURCE = NativeSource(
-    "kvtier.engine",
-    (
-        "native.c",
-        "native_threads.h",
-        "native_product.h",
-        "native_amx.h",
-        "native_integer.h",
-        "native_chunk.h",
-        "native_draw.h",
-    ),
-    _FLAGS,
-    ("-march=native",),
-    X86_VARIANTS,
-)
+_HEADERS = tuple(f"native_{part}.h" for part in ("threads", "product", "amx", "integer", "chunk", "draw"))
+SOURCE = NativeSource("kvtier.engine", ("native.c", *_HEADERS), _FLAGS, ("-march=native",), X86_VARIANTS)
 _VARIANT_OF = {"avx2": "v3", "avx2_vnni": "v3-vnni", "avx512": "v4", "avx512_vnni": "v4-vnni", "amx": "amx"}
 ISAS = tuple(_VARIANT_OF)
 """Instruction sets that have kernels of their own: the values of KVTIER_CPU_ISA."""

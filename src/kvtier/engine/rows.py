@@ -19,7 +19,7 @@ import torch
 
 from kvtier.batch import BatchData
 from kvtier.batch.pipeline import Ticket
-from kvtier.engine.forward import BatchLayout, ForwardBatch, SequenceInput, to_tensors
+from kvtier.engine.forward import I32, I64, BatchLayout, ForwardBatch, SequenceInput, to_tensors
 from kvtier.engine.sampling import COLUMNS, SLOT, Resident
 from kvtier.engine.sequence import EngineSequence
 from kvtier.memory import PINNED, BatchCopy, Buffer, Placement
@@ -30,8 +30,6 @@ _TOKEN, _POSITION = 0, 1  # columns of a head, see sampling.COLUMNS
 UNKNOWN = -1
 """Stands for a token that is not on the host yet, because the step that samples it is in flight."""
 _STALE = -1  # the device does not have this position or count
-I32 = np.ndarray[Any, np.dtype[np.int32]]
-I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class RowInput(NamedTuple):

@@ -331,11 +331,8 @@ def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges, fuse_unk=False))
-    steps: list[Any] = []
-    if pre == "smollm":
-        steps.append(tokenizers.pre_tokenizers.Digits(individual_digits=True))
-    pattern = _PATTERNS[pre]
-    if pattern is not None:
+    steps = [tokenizers.pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+    if (pattern := _PATTERNS[pre]) is not None:
         steps.append(tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated"))
     steps.append(tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)

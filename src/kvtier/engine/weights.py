@@ -190,6 +190,7 @@ class SafetensorsFolder:
     """A Hugging Face folder. Tensors are in model.safetensors, or in shards that an index file lists."""
 
     def __init__(self, folder: Path) -> None:
+        self.config = ModelConfig.from_folder(folder)
         safetensors = optional_package("safetensors", "reading safetensors")
         self._file_of: dict[str, Any] = {}
         for path in _shards(folder):

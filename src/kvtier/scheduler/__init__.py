@@ -3,12 +3,4 @@
 from kvtier.scheduler.request import Request, RequestState, Row, RowResult, SchedulerConfig, Step
 from kvtier.scheduler.scheduler import Scheduler
 
-__all__ = [
-    "Request",
-    "RequestState",
-    "Row",
-    "RowResult",
-    "Scheduler",
-    "SchedulerConfig",
-    "Step",
-]
+__all__ = ["Request", "RequestState", "Row", "RowResult", "Scheduler", "SchedulerConfig", "Step"]

@@ -144,8 +144,7 @@ class SchedulerConfig:
     """The priority for admission rises by one per `age_seconds` since the arrival, so that no request starves."""
 
     def __post_init__(self) -> None:
-        least = {"max_rows": 1, "max_step_tokens": 1, "max_context": 1, "lookahead_tokens": 0}
-        for name, low in least.items():
+        for name, low in {"max_rows": 1, "max_step_tokens": 1, "max_context": 1, "lookahead_tokens": 0}.items():
             if getattr(self, name) < low:
                 raise RangeError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if self.max_rows > self.max_step_tokens:

@@ -262,47 +262,40 @@ class Scheduler:
                 request.fetch_times = request.prefetch.started, now
             if tenant_of(request.chain.salt) in full or self._never_fits(request, builder, now):
                 continue
-            allocation = self._allocate(request, builder.budget, now)
-            if (
-                isinstance(allocation, Shortage)
-                and self._is_alone(request, allocation)
-                and self._end_prefetches(request, allocation)
-            ):
-                allocation = self._allocate(request, builder.budget, now)
-            if allocation is None:
+            found = self._allocate(request, builder.budget, now)
+            if isinstance(found, Shortage) and self._is_alone(request, found) and self._end_prefetches(request, found):
+                found = self._allocate(request, builder.budget, now)
+            if found is None:
                 continue
-            if isinstance(allocation, Shortage):
-                if self._is_alone(request, allocation) and not self._is_moving(request, allocation):
-                    self._refuse(request, builder, _no_room(allocation), now)
-                elif allocation.quota:
+            if isinstance(found, Shortage):
+                if self._is_alone(request, found) and not self._is_moving(request, found):
+                    self._refuse(request, builder, _no_room(found), now)
+                elif found.quota:
                     full.add(tenant_of(request.chain.salt))
                 else:
                     return
                 continue
-            stop = min(request.chain.num_tokens, allocation.num_cached_tokens + builder.budget)
+            stop = min(request.chain.num_tokens, found.num_cached_tokens + builder.budget)
             if stop == request.chain.num_tokens:
-                self.manager.allocate(allocation, stop + self.config.lookahead_tokens)  # optional, so ignore a shortage
+                self.manager.allocate(found, stop + self.config.lookahead_tokens)  # optional, so ignore a shortage
             self._waiting.remove(request)
             self._running.append(request)
-            self._on_admitted(request, allocation, now)
+            self._on_admitted(request, found, now)
             if self._is_ready(request, now):
-                builder.take(Row.of(request, min(stop - allocation.num_cached_tokens, builder.budget)))
+                builder.take(Row.of(request, min(stop - found.num_cached_tokens, builder.budget)))
 
     def _allocate(self, request: Request, budget: int, now: float) -> Allocation | Shortage | None:
         """Allocate KV for a first row. Return a Shortage if blocks are short, or None if the prefetch was repeated."""
+        prefetch = request.prefetch
         allocation = self.manager.match(
             request.chain,
             now=now,
             retention=request.retention,
             may_load=request.may_load,
-            prefetch=request.prefetch,
+            prefetch=prefetch,
             max_tokens=request.max_cached_tokens,
         )
-        if (
-            request.prefetch is not None
-            and request.may_load
-            and self.manager.retry_prefetch(request.prefetch, allocation, now=now)
-        ):
+        if prefetch is not None and request.may_load and self.manager.retry_prefetch(prefetch, allocation, now=now):
             self.manager.abort(allocation, now=now)
             return None
         num_tokens = min(request.chain.num_tokens, allocation.num_cached_tokens + budget)

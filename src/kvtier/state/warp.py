@@ -88,13 +88,7 @@ def warp(
 
 
 def warp_rows(
-    old: Rows,
-    perm: Permutation,
-    out: Rows,
-    copy: BatchCopy,
-    *,
-    new: torch.Tensor | None = None,
-    in_place: bool = False,
+    old: Rows, perm: Permutation, out: Rows, copy: BatchCopy, *, new: torch.Tensor | None = None, in_place: bool = False
 ) -> None:
     old.must_match(out)
     old.must_hold(perm.size0, "the old order")
@@ -160,19 +154,16 @@ def append(
     """
     if a0.dim() < 2 or d1.dim() < 2 or a0.shape[1:] != d1.shape[1:]:
         raise ArgumentError(f"a0 and d1 must have equal row capacities, got {tuple(a0.shape)} and {tuple(d1.shape)}")
-    old, out = Rows("a0", a0), Rows("d1", d1)
-    old.must_match(out)
-    old.must_hold(perm.size0, "the old order")
-    out.must_hold(len(perm), "the new order")
+    last, fresh = Rows("b0", b0), Rows("c1", c1)
+    for rows_in in (Rows("a0", a0), last):
+        rows_in.must_hold(perm.size0, "the old order")
+    Rows("d1", d1).must_hold(len(perm), "the new order")
     capacity = a0.shape[1]
     # View the same memory with rows and elements as one dimension, to address single elements.
     olds, outs = Rows("a0", a0.flatten(0, 1)), Rows("d1", d1.flatten(0, 1))
-    last, fresh = Rows("b0", b0), Rows("c1", c1)
-    old.must_be_apart(out)
-    for rows_in in (last, fresh):
+    for rows_in in (olds, last, fresh):
         rows_in.must_match(outs)
         rows_in.must_be_apart(outs)
-    last.must_hold(perm.size0, "the old order")
     sizes0 = _whole_numbers("a0_size", a0_size, perm.size0)
     starts1 = _offsets("c1_offset", c1_offset, len(perm), fresh.num_rows)
     kept, new = np.flatnonzero(~perm.is_new), np.flatnonzero(perm.is_new)
