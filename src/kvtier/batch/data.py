@@ -109,8 +109,8 @@ class BatchData:
     """A slot of the pipeline, with the number `phase`. A slot holds one batch from SETUP to UPDATE and is then reused.
 
     `perm` maps the `bs0` rows of the previous batch to the `bsz` rows of this batch. If the pipeline has streams, the
-    engine's stream records the event `ready` after the copies of SETUP, and the executor's stream records the event
-    `done` after the work of PREPARE, FORWARD and UNPREP.
+    engine's stream records the event `ready` after the copies of SETUP. The executor's stream records the event `done`
+    after the work of PREPARE, FORWARD and UNPREP.
     """
 
     def __init__(self, phase: int, path: PathName | None = None) -> None:

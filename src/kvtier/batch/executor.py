@@ -30,7 +30,7 @@ class Streams:
     def on(self, side: Side, *, after: Event | None = None, then: Event | None = None) -> Iterator[None]:
         """Make the stream of a side current, if there is one, for the `with` body.
 
-        The stream waits for `after` before the work of the body. Afterwards it records `then`, unless the body raises.
+        The stream waits for `after` before the work of the body, and records `then` afterwards unless the body raises.
         On a GPU, the stream is also the current stream of torch, because modules use both torch and kvtier.memory.
         """
         stream = self.of(side)
@@ -71,7 +71,7 @@ Work = Callable[[BatchData], None]
 
 
 class Executor:
-    """Runs batches in order. By default it has its own thread, so that the engine thread can prepare the next batch."""
+    """Runs batches in order, by default on its own thread, so that the engine thread can prepare the next batch."""
 
     def __init__(self, work: Work, *, threaded: bool = True) -> None:
         """If `threaded` is False, `submit` runs the batch itself. Use this if only one batch is in flight at a time."""

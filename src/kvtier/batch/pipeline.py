@@ -95,8 +95,8 @@ class RowOrder:
     """The rows of a batch. Consecutive batches with the same rows in the same order share one RowOrder.
 
     The rows of generating requests come first, and all other rows follow. Within each of these two groups, the rows of
-    the previous batch are first and keep their order. Then come resumed requests, and last those that have never run.
-    The permutation marks the rows of resumed requests as new too.
+    the previous batch are first and keep their order. Rows of resumed requests follow, and rows of requests that have
+    never run are last. The permutation marks both kinds as new.
     """
 
     __slots__ = ("row_of", "stay", "tickets")
@@ -361,7 +361,7 @@ class Pipeline:
         self._order = order
 
     def _fail_on_host(self, batch: BatchData, error: BaseException) -> None:
-        """Fail the requests of a batch after an error in a host op. Raise an exit or an interrupt again."""
+        """Fail the requests of a batch after an error in a host op. Re-raise an exit or an interrupt."""
         batch.error, batch.failed_itself = error, True
         self._give_up(batch, "engine")
         self._release()

@@ -97,7 +97,7 @@ class Timeline:
         return len(spans)
 
     def _origin(self, stream: Stream | None) -> tuple[Event, float] | None:
-        """Return a reference event for the stream's placement and the host time of the event. Record both only once."""
+        """Return a reference event and its host time, recorded once per placement, or None without a stream."""
         if stream is None:
             return None
         with self._lock:

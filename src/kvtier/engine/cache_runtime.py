@@ -193,7 +193,7 @@ class CacheRuntime:
         """Start the transfers of a plan. `loads` are the ids of the loads that the step waits for.
 
         With `overlaps_compute` (one rank, on a GPU), transfers that are not in `loads` are deferred until the forward
-        pass is launched, because this thread needs half a millisecond to start a copy of hundreds of blocks.
+        pass is launched. This thread needs half a millisecond to start a copy of hundreds of blocks.
         """
         self.failed = {number for number in self.failed if number in self._manager.transfers.in_flight}
         deferred = None
@@ -290,7 +290,7 @@ class CacheRuntime:
 
     def drop(self, chain: Chain) -> int:
         """Drop a prompt as CacheAdmin.drop describes. Return the number of blocks dropped from memory."""
-        self._drain()  # a planned write to a store would restore the blocks if it ended after the deletion
+        self._drain()  # a planned write to a store that ended after the deletion would restore the blocks
         num_dropped = self._admin.drop(chain)
         self._drain()
         return num_dropped

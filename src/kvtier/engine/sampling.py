@@ -27,7 +27,7 @@ penalty, slot of the token counts, and 1 if the host changes the logits. Fractio
 SLOT = 10
 """Column with the row of `Resident.counts` that belongs to the request, or -1 for a request without penalties."""
 IN_PROMPT = 1 << 30
-"""Bit of a token count that is set if the prompt contains the token. The other bits count its uses in the output."""
+"""Bit of a token count that is set if the prompt contains the token. The other bits count the token in the output."""
 _GOLDEN, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # increment of SplitMix64, mask of 64 bits
 _COLDEST = float(np.finfo(np.float32).tiny)  # lowest temperature above 0; float32 may round lower ones to 0
 _LARGEST = float(np.finfo(np.float32).max)

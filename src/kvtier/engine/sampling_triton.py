@@ -5,8 +5,8 @@ threshold for top-k or top-p is searched among all float32 numbers in order: eac
 numbers and leaves a quarter of the range, so 16 passes are enough for 2^32 numbers. Of tokens with equal scores, the
 lowest ids are kept first. The sampled token is found in the running sum of the kept weights, in order of token id.
 
-Two sums of weights are float32: over all tokens of a chunk, and over one token of each chunk. Others are float64.
-The order of all additions depends only on the size of the vocabulary.
+Two sums of weights are float32: over all tokens of a chunk, and over one token of each chunk. All other sums are
+float64. The order of all additions depends only on the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _weigh(logits, at, vocab, highest, scale, WEIGHTED: tl.constexpr):
 
 @triton.jit
 def _above(logits, vocab, highest, scale, cut, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the total weight of scores above `cut`, the weight of a score equal to `cut`, and the number of those."""
+    """Return the sum of weights of scores above `cut`, the weight of one score at `cut`, and the number at `cut`."""
     above, equal, count = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.int32)
     for first in range(0, vocab, CHUNK):
         at = first + tl.arange(0, CHUNK)
@@ -183,7 +183,7 @@ def _sample_rows(
 
     In a graph, `control_ptr` points to the number of the heads' front tensor (0 or 1), and at index 2 to the number of
     rows. `other_heads` is the distance from the first tensor to the second. A graph skips rows that need the host. For
-    the other rows, it writes the next token and position to the heads, and counts the token.
+    the other rows, the graph writes the next token and position to the heads, and counts the token.
     """
     row = tl.program_id(0).to(tl.int64)
     head, logits = heads_ptr + row * _COLUMNS, logits_ptr + row * vocab

@@ -70,7 +70,7 @@ class Scheduler:
         """Record that no further request of a session is expected.
 
         Return the number of blocks whose last use was the last request of the session. If requests of the session have
-        not ended, mark them as the last ones and return 0.
+        not ended, mark these requests as the last ones of the session and return 0.
         """
         mine = [each for each in (*self._waiting, *self._running) if each.hints.session_id == session_id]
         mine = [each for each in mine if tenant_of(each.chain.salt) == tenant_of(salt)]
@@ -244,7 +244,7 @@ class Scheduler:
         return is_done or num_tokens >= self.config.max_context
 
     def _admit(self, builder: _StepBuilder, now: float) -> None:
-        """Admit waiting requests in the order of `_rank`, until a limit of the step is reached or a request must wait.
+        """Admit waiting requests in the order of `_rank`, while the limits of the step allow.
 
         If a request must wait for blocks, all later requests wait too, so that small requests do not delay a large
         request forever. If only the quota of a tenant is exceeded, only later requests of this tenant wait. Requests
