@@ -125,14 +125,16 @@ class Breaker:
         self._num_failures = 0
         self._wait_s = retry_s
         self._open_until: float | None = None
-        self._is_trying = False
+        self._trying: int | None = None
+        """The thread of the call that tries the store in the half-open state."""
         self._reason = ""
         self.num_refused = 0
 
     def refusal(self, *, is_try: bool = True) -> str:
-        """Return the reason for refusing a call, or an empty string to admit it. `record` must follow an admitted call.
+        """Return the reason for refusing a call, or an empty string to admit it.
 
-        `is_try` is False for a call that is answered from memory. Such a call needs no `record` and is never counted.
+        `record` must follow an admitted call, on the same thread. `is_try` is False for a call that is answered from
+        memory. Such a call needs no `record` and is never counted.
         """
         with self._lock:
             self._overdue = [batch for batch in self._overdue if batch.is_running]
@@ -141,24 +143,29 @@ class Breaker:
                 reason = f"breaker open: {len(self._overdue)} earlier calls still hang ({self._reason})"
             elif left > 0:
                 reason = f"breaker open for another {left:.3g} s ({self._reason})"
-            elif is_try and self._is_trying:
+            elif is_try and self._trying is not None:
                 reason = f"breaker open while another call tries the store ({self._reason})"
             else:
-                self._is_trying |= is_try and self._open_until is not None
+                if is_try and self._open_until is not None:
+                    self._trying = threading.get_ident()
                 return ""
             self.num_refused += is_try
             return reason
 
     def record(self, batch: Batch) -> None:
         with self._lock:
-            was_trying, self._is_trying = self._is_trying, False
+            was_trying = self._trying == threading.get_ident()
+            if batch.is_late:
+                self._overdue.append(batch)
+            if was_trying:
+                self._trying = None
+            elif self._open_until is not None:
+                return  # the call was admitted before the breaker opened
             if not batch.trouble:
                 self._num_failures, self._open_until, self._wait_s = 0, None, self._retry_s
                 return
             self._num_failures += 1
             self._reason = batch.trouble
-            if batch.is_late:
-                self._overdue.append(batch)
             if batch.is_late or was_trying or self._num_failures >= self._max_failures:
                 self._open_until = self._clock() + self._wait_s
                 self._wait_s = min(2 * self._wait_s, self._max_retry_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -133,6 +134,29 @@ def test_breaker_stays_open_while_call_past_deadline_hangs():
     breaker.record(good_batch())  # the success of another call does not close the breaker
     assert "still hang" in breaker.refusal()
     hanging.add_jobs(-1)
+    assert not breaker.refusal()
+
+
+@pytest.mark.parametrize("ended", [good_batch, failed_batch])
+def test_call_from_before_opening_does_not_end_the_try(ended):
+    clock = Clock()
+    breaker = Breaker(retry_s=1, max_failures=1, clock=clock)
+    with ThreadPoolExecutor() as threads:
+        for _ in range(2):
+            assert not threads.submit(breaker.refusal).result()
+        assert not breaker.refusal()
+        breaker.record(failed_batch())
+        threads.submit(breaker.record, ended()).result()
+        assert "for another 1 s" in breaker.refusal()
+        clock.now = 1.0
+        assert not breaker.refusal()
+        threads.submit(breaker.record, ended()).result()
+        assert "tries the store" in breaker.refusal(), "a second call was allowed to try the store"
+    breaker.record(failed_batch())
+    assert "for another 2 s" in breaker.refusal()
+    clock.now = 3.0
+    assert not breaker.refusal()
+    breaker.record(good_batch())
     assert not breaker.refusal()
 
 
