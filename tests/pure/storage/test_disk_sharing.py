@@ -16,6 +16,9 @@ import pytest
 
 from kvtier.errors import StoreError
 from kvtier.storage import DiskStore, ObjectStatus, Read, Sync
+from kvtier.storage.disk import client as client_module
+from kvtier.storage.disk.files import Files
+from kvtier.storage.disk.space import SlotAllocator
 from storage_sharing import Crowd, kill_crowd
 from storage_support import LABEL, all_keys, check_disk, get, has, key_of, payload_of, put, write_of
 from support import stop_process
@@ -173,6 +176,30 @@ def test_owner_without_descriptors_accepts_later_clients(folder, monkeypatch):
     assert put(client, 1).ok
     client.close()
     owner.close()
+
+
+@pytest.mark.parametrize("failing", ["second connection", "first request"])
+@pytest.mark.usefixtures("stores")
+def test_client_that_fails_to_connect_closes_connections(folder, monkeypatch, failing):
+    opened = []
+
+    def fail(*_):
+        raise OSError(errno.EMFILE, "too many open files")
+
+    class Connection(client_module._Connection):
+        def __init__(self, *arguments):
+            if opened and failing == "second connection":
+                fail()
+            super().__init__(*arguments)
+            opened.append(self)
+
+    monkeypatch.setattr(client_module, "_Connection", Connection)
+    if failing == "first request":
+        monkeypatch.setattr(SlotAllocator, "limit", fail)
+    with pytest.raises(OSError, match="too many open files"):
+        client_module.SlotClient(str(folder), Files(), None, max_bytes=1 << 20, direct=False, timeout_s=10.0)
+    assert opened
+    assert [each._socket.fileno() for each in opened] == [-1] * len(opened)
 
 
 def test_calls_wait_for_closing_owner_until_their_deadline(folder):

@@ -56,20 +56,23 @@ class SlotClient:
         self._folder, self._files, self.keys, self._direct = folder, files, keys, direct
         self._slot_bytes: dict[int, int] = {}
         self.is_lost = False
-        self._reads, self._writes = (_Connection(folder, timeout_s) for _ in range(2))
-        os.register_at_fork(after_in_child=functools.partial(_abandon, weakref.ref(self)))
-        version, is_sealed, self.owner, *self._stamp = self._reads.greeting
-        if version != VERSION or is_sealed != (keys is not None):
+        self._reads = self._writes = _Connection(folder, timeout_s)
+        try:
+            self._writes = _Connection(folder, timeout_s)
+            os.register_at_fork(after_in_child=functools.partial(_abandon, weakref.ref(self)))
+            version, is_sealed, self.owner, *self._stamp = self._reads.greeting
+            if version != VERSION or is_sealed != (keys is not None):
+                raise StoreError(
+                    f"process {self.owner} has opened {folder!r} {'with' if is_sealed else 'without'} a secret and "
+                    f"with protocol {version}, but this process has {'no' if keys is None else 'a'} secret and "
+                    f"protocol {VERSION}; use the same settings and the same version of kvtier"
+                )
+            if self._writes.greeting != self._reads.greeting:
+                raise ConnectionResetError(f"the owner of {folder!r} changed while this process connected")
+            self._call(self._writes, ["limit", max_bytes])
+        except BaseException:
             self.close()
-            raise StoreError(
-                f"process {self.owner} has opened {folder!r} {'with' if is_sealed else 'without'} a secret and with "
-                f"protocol {version}, but this process has {'no' if keys is None else 'a'} secret and protocol "
-                f"{VERSION}; use the same settings and the same version of kvtier"
-            )
-        if self._writes.greeting != self._reads.greeting:
-            self.close()
-            raise ConnectionResetError(f"the owner of {folder!r} changed while this process connected")
-        self._call(self._writes, ["limit", max_bytes])
+            raise
 
     def close(self) -> None:
         """Close the connections. The owner then releases the holds and slots of this process."""
