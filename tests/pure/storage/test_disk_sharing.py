@@ -332,6 +332,36 @@ def test_slot_of_lost_client_is_not_reused_while_it_writes(folder):
     taken_over.close()
 
 
+def test_object_overwritten_by_late_client_is_missing(folder):
+    """A client of a killed owner writes to the only slot, whose record describes an object of another secret."""
+    first = DiskStore(folder, 128 << 10, secret=bytes(32), **SMALL)
+    assert put(first, 1, nbytes=70_000).ok
+    first.close()
+    settings = {"secret": b"1" * 32, **SMALL}
+    owner, files = DiskStore(folder, 128 << 10, **settings), SlowFiles()
+    client = DiskStore(folder, 128 << 10, files=files, **settings)
+    owner._keys.key_for(b"")  # creates the key, so that the slot is the first thing that the client writes
+    table = next(folder.glob("*.table"))
+    content = table.read_bytes()
+    late = threading.Thread(target=lambda: client.write([write_of(2, 70_000)], timeout_s=0.2))
+    late.start()
+    files.is_waiting.wait()
+    client._participant.client.close()
+    late.join()
+    owner.close()
+    table.write_bytes(content)  # a killed owner would not have blanked the record
+    taken_over = DiskStore(folder, 128 << 10, **settings)
+    assert len(taken_over._participant.owned._late) == 1
+    files.gate.set()
+    client.close()
+    check_disk(taken_over)
+    taken_over.close()
+    first = DiskStore(folder, 128 << 10, secret=bytes(32), **SMALL)
+    assert get(first, 1, nbytes=70_000)[0].status is ObjectStatus.MISSING
+    check_disk(first)
+    first.close()
+
+
 @pytest.mark.parametrize("sync", [*Sync])
 def test_client_sync_setting_applies_to_its_own_writes(folder, sync):
     owner = DiskStore(folder, MAX_BYTES, sync=Sync.CLOSE, **SMALL)

@@ -95,6 +95,7 @@ class SlotAllocator:
             foreign = [place.slot for place in found.foreign if place.segment == number]
             late = self._late_slots(segment, occupied)
             self._late.update(SlotRef(number, slot) for slot in late)
+            self._blank(SlotRef(number, slot) for slot in late)  # their clients overwrite corrupt or foreign objects
             last = [slot for slot in (*bad, *foreign) if slot not in late]
             self._catalog.add_segment(segment.shape, [*occupied, *late], last)
         for record in found.records:
