@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -15,6 +19,7 @@ from kvtier.engine.params import SamplingParams
 from kvtier.engine.schemas import Grammar, SchemaCompiler
 from kvtier.engine.tokenizer import load_tokenizer
 from kvtier.errors import ArgumentError, UnavailableError
+from kvtier.server import schema_cache
 from kvtier.server.engine_process import EngineServer
 from kvtier.server.messages import ENGINE_CODEC, SHUTDOWN, Abort, Call, Channel, Reply, Started, StepOutputs, Submit
 from kvtier.server.schema_cache import SchemaCompilations
@@ -55,6 +60,27 @@ def test_error_for_invalid_schema_is_not_cached(tiny_model):
     # UnavailableError.
     broken = SchemaCompilations(lambda: SchemaCompiler(load_tokenizer("/nowhere").to_json(), 259, [257]))
     assert not isinstance(broken.get(OBJECT, b"").exception(WAIT), UnavailableError)
+
+
+def test_concurrent_calls_start_one_compiling_thread(tiny_model, monkeypatch):
+    started, both = [], threading.Barrier(2)
+
+    class SlowThread(threading.Thread):
+        def __init__(self, **options):
+            started.append(self)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                both.wait(0.5)  # for a second thread, which must not come
+            super().__init__(**options)
+
+    compilations = new_compilations(tiny_model)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: time.sleep(0.1), range(2)))  # starts both threads
+        patched = types.SimpleNamespace(Thread=SlowThread, get_native_id=threading.get_native_id)
+        monkeypatch.setattr(schema_cache, "threading", patched)
+        futures = list(threads.map(lambda tenant: compilations.get(OBJECT, tenant), (b"a", b"b")))
+    for future in futures:
+        future.result(WAIT)
+    assert len(started) == 1
 
 
 def test_engine_serves_and_aborts_requests_during_compilation(tiny_model):

@@ -131,9 +131,9 @@ class SchemaCompilations:
                 return cached
             future: Compilation = Future()
             self._compiled.put(tenant, digest, future)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="kvtier-constraints", daemon=True)
-            self._thread.start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="kvtier-constraints", daemon=True)
+                self._thread.start()
         self._jobs.put((schema, tenant, digest, future))
         return future
 
