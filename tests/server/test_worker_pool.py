@@ -14,6 +14,7 @@ import pytest
 
 from kvtier.engine.schemas import Grammar
 from kvtier.engine.tokenizer import load_tokenizer
+from kvtier.server import schema_cache
 from kvtier.server.errors import ApiError
 from kvtier.server.messages import Call
 from kvtier.server.prepare import Preparation, PrepareConfig
@@ -273,5 +274,29 @@ def test_schema_checks_share_work_and_cache_results(model):
             await checks.check(VALID["schema"], "a")  # a cached result needs no process
             assert (await api_error(checks.check(wrong, "a"))) == errors[0]
             assert (await api_error(checks.check(VALID["schema"], "b"))).status == 503  # results are kept per tenant
+
+    asyncio.run(main())
+
+
+def test_end_of_failed_check_keeps_newer_result(monkeypatch):
+    """The result of the first check is evicted. The second check of the same schema succeeds."""
+    monkeypatch.setattr(schema_cache, "_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(schema_cache, "_MAX_CHECKS", 1)
+    checked = []
+
+    class Pool:
+        async def run(self, _, __, *, schema):
+            checked.append(schema)
+            if len(checked) == 1:
+                raise ApiError(400, "too slow", code="too_complex")
+
+    async def main():
+        checks, other = SchemaChecks(Pool()), Grammar("json", "{}")
+        assert (await api_error(checks.check(VALID["schema"], "a"))).code == "too_complex"
+        await checks.check(other, "a")
+        await checks.check(VALID["schema"], "a")
+        await asyncio.sleep(0.1)
+        await checks.check(VALID["schema"], "a")
+        assert checked == [VALID["schema"], other, VALID["schema"]]
 
     asyncio.run(main())

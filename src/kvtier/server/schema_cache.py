@@ -58,8 +58,11 @@ class TenantLru(Generic[TenantKey, Value]):
         if len(values) > self._size:
             values.popitem(last=False)
 
-    def discard(self, tenant: TenantKey, digest: bytes) -> None:
-        self._values.get(tenant, OrderedDict()).pop(digest, None)
+    def discard(self, tenant: TenantKey, digest: bytes, value: Value) -> None:
+        """Remove `value`, unless it was evicted. Keep a newer value."""
+        values = self._values.get(tenant, OrderedDict())
+        if values.get(digest) is value:
+            del values[digest]
 
 
 def _digest(grammar: Grammar) -> bytes:
@@ -107,7 +110,7 @@ class SchemaChecks:
             if error.code == "too_complex":
                 message = "the schema is too complex to compile; use a simpler one"
                 result = ApiError(400, message, code=error.code)
-                asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._results.discard, *key)
+                asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._results.discard, *key, result)
         self._results.put(*key, result)
         return result
 
@@ -147,7 +150,7 @@ class SchemaCompilations:
                 compiled = compiler.constraint(schema)
             except Exception as error:  # llguidance rejects some tokenizers; only this request fails
                 with self._lock:
-                    self._compiled.discard(tenant, digest)
+                    self._compiled.discard(tenant, digest, future)
                 if not isinstance(error, KvtierError):
                     why = f"this model does not support structured answers: {type(error).__name__}: {error}"
                     error = UnavailableError(why)
