@@ -133,7 +133,8 @@ def test_plot_marks_are_visible_inside_their_frame(opened, name):
         for box in drawn:  # a mark on the edge extends beyond the frame by its radius and its outline, at most 6 pixels
             assert frame["x"] - 6 <= box["x"]
             assert box["x"] + box["width"] <= frame["x"] + frame["width"] + 6
-            assert frame["y"] - 6 <= box["y"] <= frame["y"] + frame["height"]
+            assert frame["y"] - 6 <= box["y"]
+            assert box["y"] + box["height"] <= frame["y"] + frame["height"] + 6
 
 
 def test_report_table_lists_every_run(opened):

@@ -92,7 +92,7 @@ def streams(server, attack=lambda: None):
             threads.submit(stream, server, options, event) for options, event in zip(VICTIMS, begun, strict=True)
         ]
         for event in begun:
-            event.wait(60)
+            assert event.wait(60), "a stream has not begun"
         attack()
         return [future.result() for future in futures]
 

@@ -157,12 +157,15 @@ def test_subscriber_receives_early_and_late_events(publisher):
     async def run():
         router = make_router("a")
         task = asyncio.create_task(follow(router.feed("a"), publisher.endpoint, publisher.replay_endpoint))
-        hashes = early
-        for first in (100, 200):
+
+        async def wait_for(hashes):
             async with asyncio.timeout(30):
                 while router.index.match(hashes)[0, 0] != len(hashes):
                     await asyncio.sleep(0.01)
-            hashes = store(publisher, list(range(first, first + 8)))
+
+        await wait_for(early)
+        for first in (100, 200):
+            await wait_for(store(publisher, list(range(first, first + 8))))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         router.check()
