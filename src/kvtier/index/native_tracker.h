@@ -255,8 +255,9 @@ static int append_pair(PyObject *list, int64_t number, int64_t count) {
     int64_t pair[] = {number, count};
     for (int i = 0; i < 2; i++) {
         PyObject *item = PyLong_FromLongLong(pair[i]);
-        if (!item || PyList_Append(list, item)) return 0;
-        Py_DecRef(item);
+        int done = item && !PyList_Append(list, item);
+        if (item) Py_DecRef(item);
+        if (!done) return 0;
     }
     return 1;
 }

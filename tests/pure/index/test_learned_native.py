@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import random
+import sys
 import weakref
 
 import hypothesis.strategies as st
@@ -18,11 +20,11 @@ from kvtier.index import tree as tree_module
 from kvtier.index.check import check_tree
 from kvtier.index.learned import Learned, NativeLearned
 from kvtier.index.learned_shadow import LearnedShadow, Use
-from kvtier.index.native import TrackerState, native
+from kvtier.index.native import SOURCE, TrackerState, native
 from kvtier.index.node import AccessStats, Node
 from kvtier.index.reuse import NUM_BUCKETS
 from kvtier.index.tracker import ReuseTracker
-from kvtier.native_code import Native
+from kvtier.native_code import Native, _compile, _compiler
 
 pytestmark = pytest.mark.skipif(native().code is None, reason=native().reason)
 SHARED = [name for name, kind in TrackerState._fields_[:14]]  # all other fields are constants and addresses
@@ -260,3 +262,25 @@ def test_native_errors_reach_the_caller():
     lease.began = 0.0, 2  # as `commit` sets it: the time, and the number of blocks
     with pytest.raises(AttributeError, match="salt"):
         tree.tracker._enter(tree.tracker, BLOCK, lease, None, Outcome())
+
+
+FULL_LIST = """
+#define PyList_Append append_to_full_list
+#include "native.c"
+static PyObject *item;
+int append_to_full_list(PyObject *list, PyObject *appended) {
+    (void)list, Py_IncRef(item = appended);
+    return -1;
+}
+PyObject *item_of_failed_append(PyObject *list) { return append_pair(list, 1LL << 40, 1) ? NULL : item; }
+"""
+
+
+@pytest.mark.skipif(_compiler() is None, reason="needs a C compiler")
+def test_native_item_that_cannot_be_appended_is_freed(tmp_path):
+    _compile(_compiler(), {"full_list.c": FULL_LIST, **SOURCE.texts()}, SOURCE.flags, tmp_path / "full_list.so")
+    function = ctypes.PyDLL(str(tmp_path / "full_list.so")).item_of_failed_append
+    function.restype, function.argtypes = ctypes.py_object, [ctypes.py_object]
+    item = function([])
+    assert item == 1 << 40
+    assert sys.getrefcount(item) == 2  # `item` and the argument of getrefcount
