@@ -19,8 +19,12 @@ from kvtier.native_code import X86_VARIANTS, Native, NativeSource, features, loa
 MAX_TOKENS = 16
 """On every type of processor, `EngineNative.linear` is faster than torch for up to this number of tokens."""
 _LANES, _BLOCK = 16, 32  # rows per tile of a packed matrix, elements per block of a quantised row
-# No -ffast-math, because the compiler could then reorder sums, and results would depend on the number of tokens.
-_FLAGS = ("-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math")
+# The result of a token must not depend on the number of tokens. Therefore no -ffast-math, with which the compiler could
+# reorder sums. By default, gcc 13 does not fuse multiply and add for some processors if a loop adds to one sum only.
+_FLAGS = (
+    *("-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+    "--param=avoid-fma-max-bits=0",
+)
 _HEADERS = tuple(f"native_{part}.h" for part in ("threads", "product", "amx", "integer", "chunk", "draw"))
 SOURCE = NativeSource("kvtier.engine", ("native.c", *_HEADERS), _FLAGS, ("-march=native",), X86_VARIANTS)
 _VARIANT_OF = {"avx2": "v3", "avx2_vnni": "v3-vnni", "avx512": "v4", "avx512_vnni": "v4-vnni", "amx": "amx"}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -312,6 +314,14 @@ def test_each_forced_isa_has_its_own_library(monkeypatch, tmp_path):
     assert len(list(tmp_path.glob("engine-*.so"))) == sum(not missing_features(isa) for isa in ISAS)
 
 
+def gcc_version() -> tuple[int, ...]:
+    """Return the version of gcc, or an empty tuple if it is not installed."""
+    if shutil.which("gcc") is None:
+        return ()
+    text = subprocess.run(["gcc", "-dumpfullversion"], capture_output=True, text=True, check=True).stdout
+    return tuple(map(int, text.strip().split(".")))
+
+
 def random_chunk(heads: int, kv_heads: int, dim: int, context: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries for all tokens of a sequence, a filled cache of one layer, and the block table of the sequence."""
     generator = torch.Generator().manual_seed(context)
@@ -343,6 +353,19 @@ def test_chunk_attention_equals_plain_attention(code, shape, threads):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_chunk_attention_does_not_depend_on_the_chunks(code, threads):
     torch.set_num_threads(threads)
+    check_chunks(code)
+
+
+@pytest.mark.skipif(gcc_version() < (9,), reason="needs gcc 9")
+def test_chunk_attention_ignores_fma_default_of_compiler(monkeypatch, tmp_path):
+    """By default, gcc 13 for some processors does not use fused multiply-add in a loop that adds to one sum only."""
+    monkeypatch.setenv("CC", "gcc --param=avoid-fma-max-bits=512")
+    monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
+    check_chunks(native.__wrapped__().code)
+
+
+def check_chunks(code: EngineNative) -> None:
+    """Check that attention of chunks of every size equals that of the whole prompt, bit for bit."""
     q, cache, table = random_chunk(6, 2, 32, 150)
     whole = attend_chunk(code, q, cache, table, 150)
     for chunk in (1, 7, 64, 149):
