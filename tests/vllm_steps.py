@@ -243,7 +243,7 @@ class SimulatedWorker:
         self._new_damage.add(slot)
 
     def output(self) -> KVConnectorOutput:
-        """Return the results since the last call, in the form of the connector's worker side."""
+        """Return the results since the last call, like the worker side of the connector."""
         damaged = np.array(sorted(self._new_damage & self.damaged), "<i4").tobytes()
         parts = tuple(self._results), tuple(self._lookups), self._grown, damaged
         reports = (Report(self._epoch, self.rank, *parts),) if any(parts) else ()
@@ -500,7 +500,7 @@ class SteppedEngine:
         conversation, first, stop = row.conversation, row.num_computed, row.num_computed + count
         conversation.extend(stop + 1)
         self._check_reads(name, row)
-        # Positions from num_known on hold draft tokens. From the first wrong draft token on, the KV is wrong.
+        # Positions >= num_known contain draft tokens. If a draft token is wrong, its KV and all later KV are wrong.
         num_right = min(stop, row.num_known)
         while num_right < stop and row.drafts[num_right - row.num_known :][:1] == [conversation.tokens[num_right]]:
             num_right += 1

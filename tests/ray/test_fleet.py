@@ -23,7 +23,7 @@ def fleet(cluster):
 
 @pytest.fixture(scope="module")
 def answer(tiny_model):
-    """Return a function that computes the expected answer of a replica with an engine in this process."""
+    """Return a function that computes the expected answer to a prompt. It uses an engine in this process."""
     from kvtier.engine.llm import LLM
     from kvtier.engine.params import SamplingParams
 

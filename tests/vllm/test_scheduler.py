@@ -76,7 +76,7 @@ class RandomRun:
         if draws.random() < self.load and len(engine.unfinished) < 8:
             self.add()
         if draws.random() < 0.2:
-            engine.execute()  # otherwise, `step` executes the batch when no other batch can be scheduled
+            engine.execute()
         if draws.random() < 0.03 and engine.unfinished:
             engine.abort(draws.choice(engine.unfinished))
         if draws.random() < 0.02:
@@ -127,7 +127,8 @@ def test_blocks_outside_a_sliding_window_are_not_copied(model, is_async):
     engine.add(prompt, 12)
     for _ in range(6):
         engine.step()
-    engine.end_copies(random.Random(0), 1.0, 1.0)  # all copies fail, so the next save copies all remaining blocks
+    # All copies fail. The next save therefore copies all blocks of the request that are still inside the window.
+    engine.end_copies(random.Random(0), 1.0, 1.0)
     engine.drain()
     for length in (9, 14, 30):
         engine.reset()

@@ -189,7 +189,7 @@ def _add_options(command: Parser) -> None:
     option("--routing", choices=("random", "prefix"), default="prefix", help="how to route requests to replicas")
     option("--max-rows", type=int, default=256, metavar="N", help="maximum number of requests per step")
     option("--max-step-tokens", type=int, default=8192, metavar="N", help="maximum number of tokens per step")
-    help = "steps in flight; 2 schedules a step while the one before it runs"
+    help = "steps in flight; with 2, a step is scheduled while the previous step runs"
     option("--phases", type=int, default=2, choices=(1, 2), help=help)
     option = command.add_argument_group("simulation").add_argument
     option(

@@ -99,7 +99,10 @@ def limit_known_keys(
 def _open_stores(
     stores: Mapping[str, StoreOrUrls], config: CacheConfig, sharding: Sharding, opened: contextlib.ExitStack
 ) -> tuple[dict[str, Store | ShardStores], dict[str, tuple[str, ...]]]:
-    """Return the stores by name, and the URLs of those that `opened` closes. Both are empty without prefix caching."""
+    """Return all stores by name, and the URLs of the stores that this function opened.
+
+    `opened` then closes the opened stores. Both results are empty without prefix caching.
+    """
     names = [each.name for each in config.stores]
     if {*names} != {*stores}:
         raise ArgumentError(f"config.cache has stores {sorted(names)}, but the given stores are {sorted(stores)}")

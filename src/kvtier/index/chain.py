@@ -51,7 +51,8 @@ def token_bytes(tokens: TokenIds) -> bytes:
         return b""
     if ids.dtype.kind not in "iu":
         raise DTypeError(f"tokens must be whole numbers, got {ids.dtype}")
-    # A negative id makes `high` exceed MAX_TOKEN: int32 is read as unsigned, otherwise the absolute value is shifted.
+    # `high` exceeds MAX_TOKEN also if an id is negative. Read as unsigned, a negative int32 is at least 2**31. For
+    # other types, -min << 32 is above MAX_TOKEN if min is negative.
     high = (
         int(np.maximum.reduce(ids.view(np.uint32)))
         if ids.dtype == _INT32

@@ -46,7 +46,7 @@ class ForeignKeys:
                 self._blocks.clear()
                 yield event
             elif kind in ("BlockStored", "BlockRemoved"):
-                if event.get("group_idx"):  # vLLM: group 0 covers all tokens, other groups the same tokens or a window
+                if event.get("group_idx"):  # vLLM's group 0 covers all tokens, so other groups add nothing
                     continue
                 try:
                     keys = self._stored(event) if kind == "BlockStored" else self._removed(event)
@@ -101,9 +101,10 @@ class ForeignKeys:
 
 
 def _salt(event: Mapping[str, Any]) -> bytes:
-    """Return the salt of a prompt's first block: its only extra key apart from the adapter's name. Empty if none.
+    """Return a zero byte and the salt of the prompt, or nothing if the prompt has no salt.
 
-    Raise ArgumentError for blocks with images or embeddings, which have further extra keys.
+    The first block of a prompt has the salt as an extra key, besides the name of the adapter. Raise ArgumentError for
+    blocks with images or embeddings, which have further extra keys.
     """
     first = (event.get("extra_keys") or [None])[0] or ()
     texts = [each for each in first if each != event.get("lora_name")]

@@ -66,7 +66,9 @@ class EngineOptions:
         0, "maximum number of tokens per step; longer prompts are split; 0: 512 on a GPU, 128 on a CPU"
     )
     """A higher value delays the tokens of other requests. It makes prefill faster until the processor is busy."""
-    phases: int = option(0, "steps in flight; 2 schedules a step while the one before it runs; 0: 2 on a GPU, else 1")
+    phases: int = option(
+        0, "steps in flight; with 2, a step is scheduled while the previous step runs; 0: 2 on a GPU, else 1"
+    )
     draft_tokens: int = option(0, "tokens to draft per step by n-gram lookup; 0: off")
     threads: int = option(0, "number of torch threads; 0: automatic")
     """Automatic means one thread for each usable core (CPU affinity and cgroup limits) except one for the front end."""

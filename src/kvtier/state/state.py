@@ -26,7 +26,7 @@ class State:
             raise ArgumentError(f"a State needs rows as its first dimension, got the shape {tuple(shape)}")
         size = int(np.prod(shape, dtype=np.int64))
         buffers = [Buffer(size, dtype, placement) for _ in range(2)]
-        # Use the Buffers' own references, because references to their tensors would not record copies in flight.
+        # Buffer.holding records copies in flight. A new MemoryRef to the tensor of a Buffer would not.
         self._front, self._back = (
             Rows("the state", buffer.torch().view(tuple(shape)), buffer.holding) for buffer in buffers
         )
@@ -58,9 +58,10 @@ class State:
         """Move partly filled rows to the new order, and add elements to some of them.
 
         Row added.rows[k] of the new order keeps its first added.first[k] elements. The next added.count[k] elements
-        come from the same row and indices of `source`. Any other row i that is not new keeps its sizes[i] elements. If
-        no old row moves, add the elements to the front without using `sizes`, and return False. Otherwise copy the kept
-        elements to the back, add the new elements there, call `swap` and return True.
+        come from the same row and indices of `source`. A row i of the new order that is neither new nor in added.rows
+        keeps its first sizes[i] elements. If no old row moves, add the elements to the front without using `sizes`, and
+        return False. Otherwise copy the kept elements to the back, add the new elements there, call `swap` and return
+        True.
         """
         rows, given = np.array(added, np.int64).reshape(3, -1), Rows("the source", source)
         moves = bool(np.count_nonzero(perm.is_moved))

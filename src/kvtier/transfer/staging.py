@@ -10,13 +10,12 @@
 A slot is free again after the second operation. The streams wait for each other with events; the host does not wait.
 
 The kernel stream has high priority. While the model runs large matrix products, a gather or scatter can start only
-between two products, and must then start before the next product. All slots share one kernel stream, because one stream
-per slot was slower (docs/decisions/0006).
+between two products. The high priority makes it start before the next product. All slots share one kernel stream,
+because one stream per slot was slower (docs/decisions/0006).
 
-Some pairs of a copy stream and a kernel stream slow each other down, in the driver or in the GPU. While the kernel
-stream of such a pair has work and the model is busy, copies run at 0.93 of the link rate. The pair stays slow. With
-another kernel stream, copies are fast (H200, driver 580.159, 2026-11-15; docs/decisions/0006). Slow pairs cannot be
-predicted, so the ring times its copies, and replaces the kernel stream when copies are slow.
+With some kernel streams, copies run at only 0.93 of the link rate while the model is busy. Such a kernel stream stays
+slow, and another one is fast. The cause is unknown (H200, driver 580.159, 2026-11-15; docs/decisions/0006). The ring
+therefore times its copies, and replaces the kernel stream when copies are slow.
 """
 
 from __future__ import annotations
@@ -137,7 +136,7 @@ class StagingRing:
             config = self._config
             nbytes = config.chunk_bytes * config.num_chunks
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._placement.torch)
-            # the pool may return memory that work on torch's current stream still uses
+            # Kernels on torch's current stream may still use the memory that torch.empty returned.
             ready = Stream.wrap(torch.cuda.current_stream(self._placement.torch)).record()
             self._kernels = Stream(self._placement, priority=_FIRST)
             self._free = [ready] * config.num_chunks
@@ -157,7 +156,7 @@ class StagingRing:
 
 
 def _based(table: I64, row: int, base: int) -> I64:
-    """Return a copy of the table, in which the offsets of `row` in staging memory are addresses."""
+    """Return a copy of the table with `base` added to its row `row`. The sums are addresses in staging memory."""
     placed = table.copy()
     placed[row] += base
     return placed

@@ -25,8 +25,10 @@ class LayerWaits:
         failed: bool = False,
         timeout: float = DEFAULT_TIMEOUT,
     ) -> None:
-        """`loads` contains one copy per cache group for each load. `failed` is True if a load has already failed. A
-        wait for a layer that exceeds `timeout` seconds is repeated."""
+        """`loads[i]` contains the copies of load i, one per cache group. `failed` is True if a load has already failed.
+
+        A wait for a layer that exceeds `timeout` seconds is repeated.
+        """
         self._loads, self._device, self._failed, self._timeout = loads, device, failed, timeout
 
     def before_layer(self, layer: int, group: int = 0) -> None:

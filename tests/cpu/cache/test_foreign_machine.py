@@ -329,7 +329,7 @@ class ForeignMachine(RuleBasedStateMachine):
 
 
 def test_foreign_machine_never_reads_wrong_bytes():
-    """Run at least 40 steps per example. KVTIER_SOAK=200 runs 200 times as many examples."""
+    """Examples have at least 40 steps on average. KVTIER_SOAK=200 runs 200 times as many examples."""
     examples = 100 * SOAK
     run_state_machine_as_test(
         ForeignMachine,

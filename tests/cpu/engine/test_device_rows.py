@@ -50,8 +50,8 @@ def test_unchanged_decode_step_copies_nothing_to_the_device(model, phases):
     assert len(steps) >= 40
     assert steps[0] > 0  # the first step copies the prompts
     changed = [number for number, num_bytes in enumerate(steps) if num_bytes]
-    # At most these steps copy: the first step, two steps per row in which the row gets a new block (for its tokens 16
-    # and 32), and one step per row in which the row ends.
+    # The first step copies. Each of the three rows gets new blocks in two steps, for its tokens 16 and 32, and ends in
+    # one step. No other step copies.
     assert len(changed) <= 1 + 3 * 2 + 3
     assert steps.count(0) >= 30
     steps_with_new_blocks = changed[1:7]

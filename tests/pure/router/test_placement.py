@@ -65,7 +65,7 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(tier=st.integers(0, TIERS - 1), hashes=HASHES)
     def unshare(self, tier, hashes):
-        """A block that left the shared store is in this tier of no replica until it is stored or shared again."""
+        """Remove blocks from the shared store. No replica then has these blocks in this tier."""
         self.index.unshare(tier, as_array(hashes))
         gone = {max(each, 1) for each in hashes}
         self.shared[tier] -= gone

@@ -15,7 +15,8 @@ records in a segment of version 2 are sealed.
 The slot contains payload and token ids, encrypted together. Encryption does not change their size, because the tag is
 in the record. With a tag after the payload, an object that exactly fills a slot would need a larger slot.
 
-The checksum in the record covers only the first 4096 bytes of the payload. It distinguishes versions of an object.
+The plain record also has a checksum of the first 4096 bytes of the payload, to recognise an older version of an object.
+The tag of the payload protects all of its bytes.
 A reader of the disk without the keys sees bytes 0 to 47 of each record, slot sizes and write times, but no block keys.
 """
 
