@@ -1,6 +1,7 @@
 """The model on the CPU compared with transformers on the same weights: SmolLM2-135M in float32.
 
 python -m benchmarks.engine_model                one thread per core; --threads to choose
+python -m benchmarks.engine_model --random       random weights of the same shape, for machines without the model
 
 Both compute the same tokens from the same float32 weights and alternate, so that noise affects both. The time of a case
 is the best of several rounds. Decode runs at a context of 128 tokens.
@@ -10,13 +11,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
+from benchmarks.random_weights import random_weights
 from benchmarks.report import Bar, Row, arguments, at_least, best, print_table, report
 from kvtier.engine import Model, load_model
 from kvtier.engine.forward import ForwardBatch, SequenceInput
+from kvtier.engine.model_config import ModelConfig, RopeConfig
+from kvtier.engine.native import pack
+from kvtier.engine.weights import Linear
 
 BLOCK_TOKENS, CONTEXT, BATCH = 16, 128, 16
 PREFILLS = (512, 2048)
@@ -26,11 +33,13 @@ def main() -> None:
     parser = arguments("The model on the CPU, compared with transformers.")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--random", action="store_true", help="random weights instead of the packaged model")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows, bars = measure(load_model(), options.rounds)
+    rows, bars = measure(random_model() if options.random else load_model(), options.rounds)
     for row in rows:
-        row["threads"] = options.threads
+        row |= {"threads": options.threads, "isa": os.environ.get("KVTIER_CPU_ISA", "best")}
+        row["weights"] = "random" if options.random else "SmolLM2-135M"
     report("engine_model", rows, bars, options.results)
 
 
@@ -60,6 +69,32 @@ def measure(model: Model, rounds: int) -> tuple[list[Row], list[Bar]]:
     share = BATCH / both[f"decode {BATCH}"] / (512 / both["prefill 512"])
     bars.append(at_least(f"decode of {BATCH}, share of the prefill rate", share, 0.5))
     return rows, bars
+
+
+def random_model() -> Model:
+    """Return a model with the shape and the quantisation of SmolLM2-135M: Q4_1 matrices and a Q8_0 embedding."""
+    config = ModelConfig("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, rope=RopeConfig(1e5), tied_embeddings=True)
+    plain = random_weights(config, torch.float32, torch.device("cpu"))
+    random = np.random.default_rng(0)
+
+    def quantised(linear: Linear, kind: str = "Q4_1") -> Linear:
+        rows, columns = linear.weight.shape
+        if kind == "Q4_1":
+            factors = np.broadcast_to(np.float16([0.008, -0.06]), (rows, columns // 32, 2))
+            elements = random.integers(0, 256, (rows, columns // 32, 16), np.uint8)
+            values = np.concatenate([elements & 15, elements >> 4], axis=2) * factors[..., :1] + factors[..., 1:]
+        else:
+            factors = np.broadcast_to(np.float16([0.0005]), (rows, columns // 32, 1))
+            elements = random.integers(-127, 128, (rows, columns // 32, 32), np.int8)
+            values = elements * factors
+        stored = np.concatenate([np.ascontiguousarray(factors).view(np.uint8), elements.view(np.uint8)], axis=2)
+        weight = torch.from_numpy(values.astype(np.float32).reshape(rows, columns))
+        return replace(linear, weight=weight, packed=pack(kind, torch.from_numpy(stored.reshape(rows, -1))))
+
+    names = ("qkv", "output", "gate_up", "down")
+    layers = tuple(replace(each, **{name: quantised(getattr(each, name)) for name in names}) for each in plain.layers)
+    head = quantised(plain.head, "Q8_0")
+    return Model(config, replace(plain, embedding=head.weight, layers=layers, head=head))
 
 
 CASES = {**{f"prefill {length}": length for length in PREFILLS}, "decode 1": 1, f"decode {BATCH}": BATCH}

@@ -9,6 +9,7 @@ the same steps. An offline run computes 256 prompts of 1,140 tokens and 128 new 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import math
 import statistics
@@ -114,6 +115,8 @@ class Bench:
         )
         self.engine = Engine(model, config=config)
         self._is_cuda = model.weights.device.type == "cuda"
+        gc.collect()
+        gc.freeze()  # as the engine process of the server does
 
     def cases(self) -> dict[str, dict[str, float]]:
         """Measure the step of each kind of batch."""
