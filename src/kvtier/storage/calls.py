@@ -133,8 +133,8 @@ class Breaker:
     def refusal(self, *, is_try: bool = True) -> str:
         """Return the reason for refusing a call, or an empty string to admit it.
 
-        `record` must follow an admitted call, on the same thread. `is_try` is False for a call that is answered from
-        memory. Such a call needs no `record` and is never counted.
+        `record` or `abandon` must follow an admitted call, on the same thread. `is_try` is False for a call that is
+        answered from memory. Such a call needs neither of them and is never counted.
         """
         with self._lock:
             self._overdue = [batch for batch in self._overdue if batch.is_running]
@@ -151,6 +151,12 @@ class Breaker:
                 return ""
             self.num_refused += is_try
             return reason
+
+    def abandon(self) -> None:
+        """End a call that was interrupted. If this call tried the store, the next call may try."""
+        with self._lock:
+            if self._trying == threading.get_ident():
+                self._trying = None
 
     def record(self, batch: Batch) -> None:
         with self._lock:
@@ -195,8 +201,12 @@ class CallRunner:
         if refusal:
             return [ObjectResult(ObjectStatus.FAILED, reason=refusal)] * count
         batch = Batch(count)
-        self.submit(batch, plan(batch))
-        outcomes = batch.wait(self._timeout_s if timeout_s is None else timeout_s)
+        try:
+            self.submit(batch, plan(batch))
+            outcomes = batch.wait(self._timeout_s if timeout_s is None else timeout_s)
+        except BaseException:  # such as KeyboardInterrupt
+            self._breaker.abandon()
+            raise
         self._breaker.record(batch)
         return outcomes
 

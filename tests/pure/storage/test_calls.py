@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.errors import ArgumentError
 from kvtier.storage import Breaker, ObjectResult, ObjectStatus
-from kvtier.storage.calls import Batch
+from kvtier.storage.calls import Batch, CallRunner, Job
 from storage_support import Clock
 
 FOUND = ObjectResult(ObjectStatus.FOUND)
@@ -158,6 +158,23 @@ def test_call_from_before_opening_does_not_end_the_try(ended):
     assert not breaker.refusal()
     breaker.record(good_batch())
     assert not breaker.refusal()
+
+
+def test_interrupted_try_lets_the_next_call_try():
+    clock = Clock()
+    breaker = Breaker(max_failures=1, clock=clock)
+    runner = CallRunner(1, "interrupted", breaker, 10.0)
+    runner.run(1, lambda batch: batch.fail("a bad disk") or [], None)
+    clock.now += 1
+
+    def interrupt(_: Batch) -> list[Job]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(1, interrupt, None)
+    (outcome,) = runner.run(1, lambda batch: batch.settle({0: FOUND}) and [], None)
+    assert outcome.status is ObjectStatus.FOUND
+    assert runner.close()
 
 
 @pytest.mark.parametrize("settings", [{"retry_s": -1}, {"retry_s": 2, "max_retry_s": 1}, {"max_failures": 0}])
