@@ -277,12 +277,12 @@ def during_compute(rows: Rows) -> Cells:
 
 
 def prefill_rate(rows: Rows) -> Cells:
-    """Share of the rate of a bf16 matrix product, by number of tokens; random weights in the shape of Llama-3-8B."""
+    """Share of the sustained rate of a bf16 matrix product, by number of tokens; Llama-3-8B with random weights."""
     found = [row for row in rows if "of rate" in row]
     if not found:
         raise LookupError("no prefills")
     shares = " / ".join(f"{100 * row['of rate']:.0f}" for row in found)
-    return Cells(f"{shares} %", "bf16 matrix product 100 %")
+    return Cells(f"{shares} %", "sustained bf16 matrix product 100 %")
 
 
 def vllm_worker(rows: Rows) -> Cells:
