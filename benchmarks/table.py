@@ -282,7 +282,7 @@ def prefill_rate(rows: Rows) -> Cells:
     if not found:
         raise LookupError("no prefills")
     shares = " / ".join(f"{100 * row['of rate']:.0f}" for row in found)
-    return Cells(f"{shares} %", "sustained bf16 matrix product 100 %")
+    return Cells(f"{shares} %", "sustained bf16 product 100 %")
 
 
 def vllm_worker(rows: Rows) -> Cells:
