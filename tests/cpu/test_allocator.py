@@ -543,8 +543,8 @@ class StatisticsMachine(RuleBasedStateMachine):
     def counters_match_held_buffers(self) -> None:
         stats = self.pool.allocator.stats
         sizes = [size for size, owners in self.held if owners]
-        # An export of zero bytes holds no reference to its allocation, so the allocation can be freed before the
-        # export.
+        # An export of zero bytes holds no reference to its allocation, so the allocation can be freed while the export
+        # still exists.
         assert stats.allocated_bytes == sum(sizes)
         assert stats.num_live <= len(sizes)
         assert stats.num_live >= sum(size > 0 for size in sizes)

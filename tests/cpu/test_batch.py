@@ -1,4 +1,4 @@
-"""The parts of a batch life cycle: ops, environment, states of a pipeline slot, and declarations of modules."""
+"""The life cycle of a batch: ops, the environment, the states of a pipeline slot, and the entries that modules use."""
 
 import pytest
 from hypothesis import settings

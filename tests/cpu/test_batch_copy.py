@@ -307,7 +307,7 @@ def test_packed_elements_are_copied_only_in_whole_bytes():
 
 @given(size=st.integers(1, 9), n=st.integers(0, 9), start=st.integers(0, 4))
 def test_batch_copy_of_packed_elements_equals_copy_or_raises(size, n, start):
-    # An error is allowed only if the copy ends inside a byte, and not at the end of the source.
+    # A copy may raise only if it ends inside a byte and copies less than the whole source.
     def fresh():
         return Buffer.pack(np.full(2 * start + size, 9, np.uint8), "u4").slice(2 * start)
 

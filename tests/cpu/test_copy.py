@@ -27,7 +27,7 @@ def bits_of(data: np.ndarray | bytes) -> np.ndarray:
     return np.unpackbits(np.frombuffer(bytes(data), np.uint8), bitorder="little")
 
 
-@functools.cache  # all hypothesis examples share the stream of a placement, and its thread
+@functools.cache  # all hypothesis examples share one stream per placement
 def stream_of(placement: Placement) -> Stream:
     return Stream(placement)
 

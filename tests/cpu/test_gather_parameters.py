@@ -56,7 +56,7 @@ def test_fill_rows_encodes_table_or_returns_zero(table):
         else:
             offsets = np.concatenate([table[0] - table[0].min(), table[1] - table[1].min()])
             aligned = not np.any(offsets % 16)
-            # offsets are stored in 32 bits, in units of up to 16 bytes
+            # an offset is stored as a 32-bit number of units, and a unit has at most 16 bytes
             assert not uniform or int(offsets.max()) >= (1 << 36 if aligned else 1 << 32)
     assert all(result == results[0] for result in results)
 

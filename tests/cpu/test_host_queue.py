@@ -441,13 +441,13 @@ def test_raised_error_does_not_keep_task_memory_alive():
 
 
 def test_gc_during_submit_can_submit_to_same_queue():
-    """A finalizer can submit a deallocation at any time, because the collector can run at any allocation."""
+    """A finalizer can submit a deallocation at any time, because the garbage collector can run at any allocation."""
     script = """
         import gc
         from kvtier.memory.stream import HostQueue
 
         queue, ran = HostQueue("test"), []
-        gc.freeze()  # torch's objects would make every collection slow
+        gc.freeze()  # exclude torch's objects, which would make every collection slow
 
         class Garbage:
             def __init__(self):
@@ -456,7 +456,7 @@ def test_gc_during_submit_can_submit_to_same_queue():
             def __del__(self):
                 queue.submit(lambda: ran.append(1))
 
-        for phase in range(120):  # let the collector run at each allocation in submit()
+        for phase in range(120):  # in each round, the collector runs at another allocation in submit()
             gc.disable()
             fill = spare = None
             gc.collect()

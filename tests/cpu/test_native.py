@@ -1,4 +1,4 @@
-"""Native code for host memory compared with numpy, its compilation and safe loading, files and usable cores."""
+"""Native code for host memory: results compared with numpy, compilation, safe loading, files, and usable cores."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ sizes_of_pieces = st.lists(
 @example(sizes=[512 * KIB] * 4, threads=4, seed=3)  # each thread begins at the start of a piece
 @example(sizes=[0, 700 * KIB, 0, 0, 700 * KIB, 0], threads=2, seed=4)
 @example(sizes=[MIB - 1, 1, 1, MIB - 1], threads=3, seed=5)
-@example(sizes=[255, 256, 257, 319, 320, 16 * MIB], threads=1, seed=6)  # 16 MiB or more: non-temporal stores
+@example(sizes=[255, 256, 257, 319, 320, 16 * MIB], threads=1, seed=6)  # 16 MiB or more use non-temporal stores
 @example(sizes=[16 * MIB - 3, 4097, 63, 64, 65, 511], threads=3, seed=7)
 @example(sizes=[100], threads=1000, seed=7)  # more threads than the maximum of 64
 @settings(max_examples=60, deadline=None)
@@ -142,7 +142,8 @@ def test_native_copy_thread_count_grows_with_size():
     code = compiled()
     source, target = np.arange(12 * MIB // 4, dtype=np.uint32).view(np.uint8), np.zeros(12 * MIB, np.uint8)
     max_threads = min(8, len(os.sched_getaffinity(0)))
-    assert code.copy(table_of(source, [(0, 0, 12 * MIB)], target)) == min(max_threads, 6)  # 2 MiB or more per thread
+    # each thread copies at least 2 MiB
+    assert code.copy(table_of(source, [(0, 0, 12 * MIB)], target)) == min(max_threads, 6)
     np.testing.assert_array_equal(target, source)
     assert code.copy(table_of(source, [(0, 0, 2 * MIB)], target)) == 1
 

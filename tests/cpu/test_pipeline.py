@@ -1,4 +1,4 @@
-"""The pipeline: order of ops and rows, life cycle of requests, failures, and random runs compared with host counts."""
+"""The pipeline: order of ops and rows, life cycle of requests, failures, timelines, and random runs."""
 
 import json
 import threading
@@ -162,7 +162,7 @@ def test_engine_and_executor_ops_run_on_separate_threads():
 
 
 def test_batch_order_is_generating_rows_first_then_other_rows():
-    """In each of the two groups, rows of the previous batch come first, then resumed rows, then new rows."""
+    """Both kinds of rows have this order: rows of the previous batch, then resumed rows, then new rows."""
     pipeline, _ = pipeline_of(1, 0)
     a, b, c = (pipeline.add(Request(name)) for name in "abc")
     pipeline.step([a, b, c])

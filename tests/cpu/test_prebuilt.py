@@ -104,7 +104,7 @@ def test_missing_prebuilt_library_is_compiled_if_possible(monkeypatch, tmp_path)
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     found = storage.native.__wrapped__()
-    if storage.SOURCE.variants:  # empty if this processor is not x86-64
+    if storage.SOURCE.variants:  # there are no variants if this processor is not x86-64
         assert found.code is not None, found.reason
         assert "compiled in" in found.reason
 

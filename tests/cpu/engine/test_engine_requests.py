@@ -131,7 +131,7 @@ def test_stop_text_is_cut_from_the_answer(model, byte_tokenizer):
         assert answer.text == text[: text.index(stop)]
         assert answer.reason is FinishReason.STOP
         assert stop in byte_tokenizer.decode(answer.tokens)
-        if not stop.endswith("\ufffd"):  # U+FFFD is output late, because the next token may complete the character
+        if not stop.endswith("\ufffd"):  # a final U+FFFD is matched late: the next token may complete the character
             assert stop not in byte_tokenizer.decode(answer.tokens[:-1])
 
 
@@ -303,7 +303,7 @@ def test_abort_also_cancels_answers_that_have_not_started(model):
 class Faulty(Model):
     """A model whose forward pass can fail.
 
-    If `raise_next` is set, only the next forward pass writes NaN to the cache and raises this error.
+    If `raise_next` contains an error, the next forward pass writes NaN to the cache, raises the error and removes it.
     """
 
     def __init__(self, model):

@@ -32,8 +32,8 @@ def draft(checkpoint):
 class RandomProposer:
     """Proposes up to five next tokens from `truth`, which contains prompts with their correct answers.
 
-    In half of the proposals, one token is replaced by a random token. If no text in `truth` begins with the tokens of a
-    request, the proposal is empty.
+    In half of the proposals, one token is replaced by a random token. If no entry of `truth` begins with the tokens of
+    a request, the proposal is empty.
     """
 
     models = ()
@@ -67,7 +67,8 @@ def test_drafts_never_change_an_answer(model, draft):
         seed=st.integers(0, 10**6),
         proposer_name=st.sampled_from(sorted(proposers)),
         block_tokens=st.sampled_from([1, 4, 16]),
-        room=st.sampled_from([52, 64, 256]),  # the longest request stores 38 prompt tokens and 14 of 15 answer tokens
+        # the longest request needs room for 52 tokens: 38 prompt tokens and 14 of 15 answer tokens
+        room=st.sampled_from([52, 64, 256]),
         max_step_tokens=st.sampled_from([4, 32]),
         prefix_caching=st.booleans(),
     )
@@ -75,7 +76,7 @@ def test_drafts_never_change_an_answer(model, draft):
     def check(seed, proposer_name, block_tokens, room, max_step_tokens, prefix_caching):
         random = np.random.default_rng(seed)
         given = prompts(seed, *random.integers(1, 16, 4).tolist(), shared=random.integers(0, 16, 4).tolist())
-        given[0] += given[0][-4:] * 2  # a repetition for n-grams
+        given[0] += given[0][-4:] * 2  # a repetition, so that NgramProposer proposes tokens
         kinds = (greedy, lambda count: SamplingParams(temperature=0.4, seed=seed, max_tokens=count))
         params = [kinds[random.integers(2)](int(random.integers(1, 16))) for _ in given]
         expected = [alone(model, *each) for each in zip(given, params, strict=True)]

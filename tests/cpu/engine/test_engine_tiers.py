@@ -1,4 +1,4 @@
-"""Host and disk tiers never change an answer, even with tiny pools, any write policy and failing copies."""
+"""Host and disk tiers never change an answer. The tests use tiny pools, all write policies and failing copies."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_host_tier_never_changes_an_answer(model, random, num_blocks, host, over
     talks = conversations(random, 5)
     expected = talk(make(model, 400, None, caching=False), talks)
     engine = make(model, num_blocks, host)
-    if overlaps_compute:  # as on a GPU: saves start after the launch of the forward pass, and are polled before it ends
+    if overlaps_compute:  # as on a GPU, saves start and are polled during the forward pass
         engine.tiers._controller.overlaps_compute = True
         poll_while_collecting(engine)
     assert talk(engine, talks) == expected
@@ -144,10 +144,7 @@ def test_step_submits_loads_before_and_saves_after_compute(model):
 
 
 def test_saves_are_polled_after_compute_and_when_idle(model):
-    """A step without rows polls saves at once.
-
-    A waiting request may need device slots, and a block cannot be evicted while it is being saved.
-    """
+    """A step without rows polls saves at once, because a block cannot be evicted before its save has been polled."""
     engine = make(model, 40, HostConfig(40))
     engine.tiers._controller.overlaps_compute = True
     order: list[str] = []
@@ -205,7 +202,7 @@ def run(engine: Engine, prompt: list[int], num_tokens: int) -> None:
 
 
 def break_copies(engine: Engine, faults, share: float) -> None:
-    """Make a share of the copies between device and host fail."""
+    """Make each copy between device and host fail with probability `share`."""
     for lane in engine.tiers._controller._transfers._lanes.values():
         mover = lane._mover
 
@@ -282,7 +279,7 @@ def test_disk_and_restart_never_change_an_answer(
 
 
 def test_recorded_keys_are_limited_by_the_capacity_of_the_store(model, tmp_path):
-    """The store evicts without notice. Without a limit, the keys of evicted blocks would stay recorded."""
+    """The store does not report evictions. Without a limit, the manager would keep the keys of all evicted blocks."""
     store = DiskStore(tmp_path, 1 << 16, segment_bytes=1 << 14, min_free_bytes=0)
     engine = make(model, 16, HostConfig(100), disk=StoreConfig("disk"), stores={"disk": store})
     most = 4 * (1 << 16) // engine.groups[0].block_bytes  # 4 keys per block that fits into the store (_KNOWN_PER_BLOCK)

@@ -1,6 +1,6 @@
 """Splitting a batch into parts does not change the results of attention.
 
-Each long prompt chunk is a part of its own. Consecutive other sequences form one part.
+Each long prompt chunk is a part of its own. All sequences between two long chunks form one part.
 """
 
 import numpy as np

@@ -11,7 +11,7 @@ from phases_support import CacheReader, check_lives
 NUM_LIVES = 100
 """Number of engines. Each has a random configuration and random requests (see `phases_support.Life`)."""
 NUM_STEPS = 20_000 * int(os.environ.get("KVTIER_SOAK", "1")) // NUM_LIVES
-"""Number of steps of each engine with two steps in flight."""
+"""Number of steps of each engine with `phases=2`."""
 
 
 @pytest.mark.parametrize("phases", [1, 2])
@@ -20,7 +20,7 @@ def test_steps_in_flight_do_not_change_the_answers(phases):
     seen = check_lives(CacheReader(), phases, range(NUM_LIVES), num_steps)
     if phases == 2:
         assert min(seen.values()) >= 20, seen
-        assert len(seen) == 9, seen  # four errors, and five other kinds of events in `Life.seen`
+        assert len(seen) == 9, seen  # four error messages, and five other events that `Life` counts
 
 
 @pytest.mark.parametrize("phases", [1, 2])

@@ -25,7 +25,7 @@ from kvtier.errors import ArgumentError, UnavailableError
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "BF16")
 AVX512 = ("AVX512F", "AVX512BW", "AVX512VNNI")
 MOST = 127 * 128
-"""Integer products round each input to the nearest k * scale, with an integer k from -MOST to MOST.
+"""An integer product rounds each input to k * scale. The integer k is in -MOST .. MOST.
 
 Each block of 32 columns has its own scale.
 """
@@ -48,7 +48,7 @@ def code(request, monkeypatch) -> EngineNative:
 
 
 def stored_as(kind: str, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix in the form of a checkpoint, and its dequantised values."""
+    """Return a matrix as checkpoints store it, and its dequantised values."""
     gguf = pytest.importorskip("gguf")
     if kind == "BF16":
         return weight.bfloat16(), weight.bfloat16().float()
@@ -129,7 +129,7 @@ def test_packed_product_without_amx_or_avx_is_close_to_best_isa(monkeypatch, tmp
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """Round inputs as integer products do: to multiples of a scale that is chosen for each block of 32 columns."""
+    """Round inputs as integer products do. The scale of a block of 32 columns is its largest absolute value / MOST."""
     blocks = x.reshape(len(x), -1, 32)
     most = np.abs(blocks).max(-1, keepdims=True)
     inverse = np.divide(np.float32(MOST), most, out=np.zeros_like(most), where=most > 1e-30)
@@ -198,7 +198,7 @@ def test_integer_product_of_nonfinite_row_is_nan(code, value):
 
 
 def test_concurrent_products_equal_single_products(code):
-    """While one caller uses the threads, any other caller computes on its own thread only."""
+    """While one caller uses the worker threads, any other caller computes on its own thread only."""
     torch.set_num_threads(2)
     raw, _ = stored_as("Q8_0", torch.randn(512, 576))
     packed, rows = pack("Q8_0", raw), torch.randn(4, 576)
@@ -358,14 +358,14 @@ def test_chunk_attention_does_not_depend_on_the_chunks(code, threads):
 
 @pytest.mark.skipif(gcc_version() < (9,), reason="needs gcc 9")
 def test_chunk_attention_ignores_fma_default_of_compiler(monkeypatch, tmp_path):
-    """By default, gcc 13 for some processors does not use fused multiply-add in a loop that adds to one sum only."""
+    """For some processors, gcc 13 avoids fused multiply-add in loops with a single sum. So does the CC of this test."""
     monkeypatch.setenv("CC", "gcc --param=avoid-fma-max-bits=512")
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
     check_chunks(native.__wrapped__().code)
 
 
 def check_chunks(code: EngineNative) -> None:
-    """Check that attention of chunks of every size equals that of the whole prompt, bit for bit."""
+    """Check that attention computed in chunks equals attention of the whole prompt, bit for bit."""
     q, cache, table = random_chunk(6, 2, 32, 150)
     whole = attend_chunk(code, q, cache, table, 150)
     for chunk in (1, 7, 64, 149):

@@ -21,7 +21,7 @@ def llama(checkpoint):
 
 
 def expected(oracle, prompt):
-    """Return the log-probabilities of all prompt tokens except the first, and of the whole vocabulary by position."""
+    """Return the log-probability of each prompt token except the first, and of every token id at every position."""
     with torch.inference_mode():
         logprobs = oracle(torch.tensor([prompt])).logits[0].log_softmax(-1)
     return logprobs[:-1].gather(-1, torch.tensor(prompt[1:])[:, None]).squeeze(-1).numpy(), logprobs
@@ -80,7 +80,7 @@ def test_prompt_logprobs_have_ranks_and_alternatives(llama):
 
 
 def test_prompt_logprobs_in_mixed_batches_equal_transformers(llama):
-    """Requests with and without log-probabilities, with drafts and with n = 2 share steps and cached blocks."""
+    """The requests run in the same steps. One request has no log-probabilities, and one has two answers."""
     model, oracle = llama
     given = prompts(2, 30, 12, 25, 30, 9, 1, shared=[20, 20, 20, 20, 0, 0])
     engine = make_engine(model, 24, 4, max_step_tokens=16, proposer=NgramProposer(2))

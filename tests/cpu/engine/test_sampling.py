@@ -15,7 +15,7 @@ from kvtier.engine.sequence import StopChecker
 from kvtier.errors import ArgumentError, RangeError
 from sampling_support import penalize_row, sample
 
-VOCAB = 50  # Native code needs a multiple of 16. Torch samples from 50 tokens, native code from 64.
+VOCAB = 50  # not a multiple of 16, so torch samples; tests of native code use 64 tokens
 
 
 def rows(count, seed=0, scale=3.0, vocab=VOCAB):
@@ -23,7 +23,7 @@ def rows(count, seed=0, scale=3.0, vocab=VOCAB):
 
 
 def reference_distribution(logits, params):
-    """Return the probability of each token that the filters keep. Visit the tokens by decreasing probability."""
+    """Return the probability of each token that top_k, top_p and min_p keep."""
     scaled = logits.double().numpy() / max(params.temperature, 1e-300)
     order = np.argsort(-scaled, kind="stable")
     order = order[: params.top_k or len(order)]

@@ -24,7 +24,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def oracle():
-    """Return the default model in transformers. The gguf package, not kvtier, reads the weights."""
+    """Return the default model as a transformers model. The gguf package, not kvtier, reads the weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     reader = gguf.GGUFReader(resolve("smollm2"))

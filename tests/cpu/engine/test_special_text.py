@@ -21,8 +21,8 @@ TEMPLATES = {
     "ascii": "{% for m in messages %}{{ m | tojson(ensure_ascii=true) }}<|im_end|>{% endfor %}",
     "tools": "{{ tools | tojson }}<|im_end|>{{ mood }}",
 }
-# In messages, encode_chat replaces the first characters of special tokens with private-use characters. The first
-# private-use character that encode_chat uses is U+10FFFD.
+# In messages, encode_chat replaces the first character of a special token with a private-use character that occurs in
+# no message. It tries U+10FFFD first. PLAIN contains this character, so that it is sometimes not available.
 PLAIN = st.text(st.sampled_from("aB <|>[]_imstoINST\n\té日\U0010fffd"), max_size=12)
 HOSTILE = st.lists(
     PLAIN | st.sampled_from((*SPECIAL, "<|IM_START|>", "<|im_", "start|>", "[IN", "ST]")), max_size=4
@@ -87,9 +87,8 @@ def test_special_text_in_content_adds_no_control_token(kind, content, name):
         assert len(actual) <= len(messages)
     else:
         assert actual == allowed
-    # While encode_chat renders the template, private-use characters replace the first characters of special tokens in
-    # the messages. The texts of two templates are not compared: "ascii" escapes the private-use characters, and
-    # "inspected" writes another text if it finds no special token.
+    # Two templates render another text in encode_chat than in chat_text, because encode_chat puts private-use
+    # characters into the messages: "ascii" escapes these characters, and "inspected" finds no special token.
     if kind not in ("ascii", "inspected"):
         assert tokenizer.decode(ids, skip_special=False) == tokenizer.chat_text(messages, **options)
 

@@ -39,9 +39,9 @@ def smollm2():
 
     path = resolve("smollm2")
     oracle = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
-    # transformers ignores the pre-tokenizer type in the GGUF file, so set it here. The tokenizer.json of SmolLM2 splits
-    # digits first, and so does llama.cpp. On 2026-11-15, llama.cpp and kvtier returned the same tokens for 2,015 texts
-    # with digits.
+    # transformers ignores the pre-tokenizer type in the GGUF file, so set it here. The tokenizer.json of SmolLM2 makes
+    # each digit a piece of its own before it splits the text further, and so does llama.cpp. On 2026-11-15, llama.cpp
+    # and kvtier returned the same tokens for 2,015 texts with digits.
     cuts = tokenizers.pre_tokenizers
     pre = cuts.Sequence([cuts.Digits(individual_digits=True), cuts.ByteLevel(add_prefix_space=False)])
     oracle.backend_tokenizer.pre_tokenizer = pre
@@ -108,7 +108,7 @@ def test_encode_of_any_text_equals_transformers(smollm2, folder, text):
 def test_token_stream_pieces_join_to_the_decoded_text(folder, text, data):
     tokenizer = load_tokenizer(folder[0])
     ids = tokenizer.encode(text)
-    if data.draw(st.booleans()):  # a random order splits characters and joins parts of different characters
+    if data.draw(st.booleans()):  # tokens in random order can be parts of characters that do not fit together
         ids = data.draw(st.lists(st.sampled_from(ids or [0]), max_size=20))
     stream = tokenizer.stream()
     pieces = [stream.add(token) for token in ids]

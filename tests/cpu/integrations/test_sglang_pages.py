@@ -264,7 +264,7 @@ def test_persistent_store_with_unknown_revision_raises(tmp_path):
 
 
 def test_pages_of_each_rank_are_in_a_separate_folder(tmp_path):
-    """A second server can use the same folders at the same time."""
+    """The third store is rank 0 of a second server, which uses the same folder at the same time."""
     settings = HiCacheSettings((f"disk:{tmp_path}/kv?bytes=8MiB&free=0",), revision="1")
     ranks = [PageStore(settings, RankIdentity("model", (rank, 2))) for rank in (0, 1, 0)]
     for rank in ranks:

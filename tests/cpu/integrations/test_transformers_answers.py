@@ -26,7 +26,7 @@ def test_generate_with_prefix_cache_equals_generate_without(kind, block_tokens, 
         for _ in range(CASES):
             cases.run()
     assert cases.counts.num_cases == CASES
-    assert cases.counts.num_ties <= CASES // 10  # answers that differ at a token with a nearly equal logit
+    assert cases.counts.num_ties <= CASES // 10  # answers that differ only because two logits are nearly equal
     print(f"{kind}, blocks of {block_tokens}: {cases.counts}")  # noqa: T201
 
 
@@ -59,7 +59,7 @@ def test_logits_after_cached_prefix_are_close_to_prefill():
 
 
 def test_begin_with_unequal_hits_uses_common_columns():
-    """Two rows have different padding and different hits. Columns are reused up to the end of the shorter hit."""
+    """Two rows have different padding and different hits. Only columns that are hits in both rows are reused."""
     model = shared_model("llama")
     first, second = prompt(30, 1)[0].tolist(), prompt(22, 2)[0].tolist()
     with PrefixCache(model, host_bytes="1MiB", block_tokens=4) as prefix:
@@ -102,7 +102,7 @@ def test_copied_cache_is_not_saved():
 
 
 def test_reordered_rows_of_cache_are_not_saved():
-    """After an exchange of rows, PrefixCache does not know which row has which tokens, so it saves no more blocks."""
+    """PrefixCache does not track exchanged rows. After an exchange, it saves no more blocks."""
     model = shared_model("llama")
     ids = prompt(9, rows=2)
     with PrefixCache(model, host_bytes="1MiB", block_tokens=4) as prefix, torch.no_grad():

@@ -20,7 +20,7 @@ from transformers_models import PAD, greedy, make_model, padded, prompt, shared_
 
 IDS = prompt(30)
 SLOT_BYTES = 4096
-"""Host memory of a block of 4 tokens: 1.5 KiB of KV, aligned to 4 KiB."""
+"""Host memory of a block of 4 tokens: 1.5 KiB of KV, rounded up to 4 KiB."""
 
 
 def open_prefix(model, store=(), **options):

@@ -154,14 +154,17 @@ def write_weights(path, changed=None):
 
 
 def test_files_digest_depends_on_every_vector_and_bias(tmp_path):
-    """Models that differ in one vector or bias must not share KV. Samples of the file miss most of these tensors."""
+    """Models that differ in one vector or bias must not share KV.
+
+    `files_digest` samples each file, and reads all vectors and biases, because the samples miss most of them.
+    """
     path = tmp_path / "model.safetensors"
     first, tensors = write_weights(path)
     digests = [write_weights(path, name)[0] for name in tensors]
     assert len({first, *digests}) == 1 + len(tensors)
     assert write_weights(path)[0] == first
     path.write_bytes(path.read_bytes()[:-1])
-    assert files_digest(tmp_path) != first  # a damaged file has a digest too
+    assert files_digest(tmp_path) != first  # a file that safetensors cannot read has a digest too
 
 
 class HfConfig(SimpleNamespace):

@@ -70,7 +70,7 @@ class Engine:
         return sum(max(len(each.sources), len(each.targets)) for each in done)
 
     def answer(self, name: str, seed: int, *, num_local: int = 0) -> None:
-        """Compute a request in one step, finish it, and report its saves to the host as done.
+        """Compute a request in one step, finish it, and report its device-to-host transfers as done.
 
         The first `num_local` blocks of the request are already on the device.
         """
@@ -102,7 +102,7 @@ class Engine:
 
 
 def test_saves_are_skipped_while_store_writes_host_blocks():
-    """With a slow store, new saves find no free slots. A host block cannot be evicted while the store writes it."""
+    """While a slow store writes all host blocks, none can be evicted, and new saves find no free host slot."""
     engine = Engine(num_host=16)
     engine.answer("first", 0)
     engine.answer("second", 1)
