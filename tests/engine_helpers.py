@@ -99,7 +99,7 @@ def finish(engine: Engine, answers: Answers | None = None, max_steps: int = 3000
 
 
 def serve(engine: Engine, requests: Sequence[tuple[Sequence[int], SamplingParams]], seed: int = 0) -> list[Answer]:
-    """Add requests one by one, with a random number of steps before each. Return answer 0 of each request."""
+    """Add requests one by one, with a random number of steps before each request. Return answer 0 of each request."""
     random, answers, names = np.random.default_rng(seed), Answers(), []
     for prompt, params in requests:
         while random.random() < 0.5:
@@ -133,7 +133,7 @@ def prompts(seed: int, *lengths: int, shared: Sequence[int] = ()) -> list[list[i
     ]
 
 
-TIE = 1e-5  # float32 logits of the tiny models are below 10; tied logits differed by 4.8e-7 (seed 31, qwen3)
+TIE = 1e-5  # the two largest logits of one example (qwen3, seed 31) differ by 4.8e-7; all logits are below 10
 
 
 def is_greedy(oracle: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
@@ -178,7 +178,7 @@ class Recorder(Model):
         return found
 
     def _prefixes(self) -> list[tuple[int, ...]]:
-        """Return the token prefix of each row of logits. The block of a row identifies the request of the row."""
+        """Return the token prefix of each row of logits. The block that a row writes identifies its request."""
         assert self.engine is not None
         assert self._batch is not None
         block_tokens, running = self.engine.config.block_tokens, self.engine.scheduler.running

@@ -1,4 +1,4 @@
-"""A subscriber to KV events that rebuilds the index, as a router does."""
+"""A subscriber to KV events. It rebuilds the index, as a router does."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ class Router:
     def receive(self, *, milliseconds: int = 0, loses=lambda: False) -> None:
         """Apply messages until none arrives within `milliseconds`.
 
-        Skip a message if it was applied before, or if `loses` returns True for it. If a message has a higher number
-        than `next`, request and apply all messages from number `next` on.
+        Skip a message if it was applied before. `loses` is called once per message, and True means that the message is
+        lost. If a message has a higher number than `next`, request and apply all messages that follow the last applied
+        message.
         """
         while self._socket.poll(milliseconds):
             _, number, payload = self._socket.recv_multipart()

@@ -1,4 +1,4 @@
-"""Inject faults into single rows. Some requests ("victims") fail at one stage of a step; all others must succeed."""
+"""Inject faults into single rows of a batch. Some requests ("victims") fail at one stage; all others must succeed."""
 
 import itertools
 import os
@@ -18,12 +18,12 @@ from scheduler_support import check_scheduler
 from support import check_pipeline
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
-# A stage is tested until this number of steps had a failing row. The stage "proposer" fails no row, so it is tested for
-# this number of steps in total.
-# `make soak` sets KVTIER_SOAK to 20 by default, which gives 2,000 steps.
+# The test of a stage ends after NUM_FAULTS steps with a failing row. At the stage "proposer", no row fails, so the test
+# ends after NUM_FAULTS steps. `make soak` sets KVTIER_SOAK to 20 by default, so NUM_FAULTS is 2,000.
 NUM_FAULTS = 12 if SOAK < 2 else min(2000, 100 * SOAK)
 POISON = 197  # the only token that the broken tokenizer cannot decode
-LIVE_OTHERS, LIVE_VICTIMS = 4, 2  # before each step, requests are added until so many are waiting or running
+# Before each step, requests are added until LIVE_OTHERS others and LIVE_VICTIMS victims are waiting or running.
+LIVE_OTHERS, LIVE_VICTIMS = 4, 2
 
 
 class Break(Exception):
@@ -269,7 +269,7 @@ class Run:
         assert self.engine.manager.num_available == 48
 
     def unaffected_answers(self, exact):
-        """Return the answers of unaffected requests, without the numbers that depend on the load.
+        """Return the answers of unaffected requests, without the fields that depend on the load.
 
         If `exact` is False, each answer contains the number of log-probabilities instead of the log-probabilities.
         """
@@ -305,8 +305,8 @@ def inject(run, monkeypatch):
 def check_row_faults(model, stage, monkeypatch, *, exact=True):
     """Run requests together with victims that fail at `stage`, and again without victims. Compare the answers.
 
-    If `exact`, log-probabilities are compared bit by bit, which needs a batch-invariant model. Otherwise, only their
-    numbers are compared.
+    If `exact`, log-probabilities are compared bit by bit, which needs a batch-invariant model. Otherwise, only the
+    number of log-probabilities is compared.
     """
     tokenizer = make_tokenizer()
     run = Run(model, tokenizer, stage)

@@ -86,8 +86,8 @@ class Block:
     domain: Domain
     low: int = 0
     high: int = 0
-    """`low` and `high` bound the logical time of the last use. At publication, they are the times of the match and of
-    the publication. From the first use on, they are equal."""
+    """`low` and `high` bound the logical time of the last use. In a new block, they are the times of the match and of
+    the publication. Each use sets both to the same time."""
     priority: int = 0
     expires: float = math.inf
     attached: bool = True
@@ -129,10 +129,10 @@ class Holder:
     priority: int = 0
     ttl: float = math.inf
     spare: list[int] = field(default_factory=list)
-    """Slots of computed blocks of which the device already held a copy."""
+    """Slots of published blocks that the device already held in other slots."""
     stopped: str | None = None
-    """Name of the MissReason that ended the match, or "NONE" if every block up to the limit matched. It is the Python
-    value None if the tree lacks the next block, because the model does not know why the block is missing."""
+    """Name of the MissReason that ended the match, which is "NONE" if every block up to the limit matched. If the tree
+    lacks the next block, it is the value None, because the model does not record why a block is missing."""
     num_matched: int = 0
     has_unused_blocks: bool = False
     """True if the lease has added blocks to the tree and has not used its path since then."""

@@ -490,7 +490,7 @@ class StreamsMachine(RuleBasedStateMachine):
         super().__init__()
         self.streams: list[Stream] = []
         self.ends: list[Place] = []
-        self.orders: list[list[int]] = []  # for each stream, the tasks that must run, in this order
+        self.orders: list[list[int]] = []  # for each stream, the tasks that must run, in order of execution
         self.events: list[tuple[Event, Place]] = []
         self.gates: list[threading.Event] = []
         self.log: list[int] = []

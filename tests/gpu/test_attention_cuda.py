@@ -44,8 +44,8 @@ SHAPES = [((6, 2), 64), ((32, 8), 128), ((4, 4), 32), ((9, 3), 64), ((16, 1), 12
 BLOCK_SIZES = (16, 4, 64)
 
 # Every case compiles new kernels, because data type, heads, head size, block size and number of splits are compile-time
-# constants. bfloat16 is tested with four mixes and every shape, float16 with the cases of FEW, and float32 with one
-# shape per mix. Products in float32 are unrolled, so they take much longer to compile. Prefills with a head size of 128
+# constants. bfloat16 is tested with four mixes and every shape, float16 with the cases of FEW, and float32 with four of
+# these cases. Products in float32 are unrolled, so they take much longer to compile. Prefills with a head size of 128
 # take the longest.
 FEW = [
     ("one prompt", SHAPES[1], 16),
@@ -187,7 +187,7 @@ def test_decode_graph_logits_match_plain_step():
         rows.heads.front[at] = torch.tensor([7 + at, len(prompt.token_ids), *greedy], device=GPU)
         rows.tables.front[at, :10] = torch.tensor(list(prompt.block_table), dtype=torch.int32, device=GPU)
     for step in range(20):
-        if step % 4 == 3:  # the other tensor of the state becomes the front
+        if step % 4 == 3:  # reorder the rows, which swaps the front and back tensors of `heads` and `tables`
             with BatchCopy() as copy:
                 rows.heads.warp(Permutation([1, 0, 2], 3), copy)
                 rows.tables.append(Permutation([1, 0, 2], 3), [10] * 3, ([], [], []), rows.tables.back, copy)

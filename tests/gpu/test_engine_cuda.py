@@ -187,7 +187,7 @@ def test_captured_steps_survive_closing_another_engine():
                 other.step()
             other.close()
             torch.cuda.empty_cache()
-            filler = torch.full((64 << 20,), torch.nan, device="cuda")  # writes over memory that was freed
+            filler = torch.full((64 << 20,), torch.nan, device="cuda")  # overwrites the freed memory
             del filler
         tokens = []
         while second.has_work():

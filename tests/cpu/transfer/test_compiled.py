@@ -60,7 +60,7 @@ def test_staged_and_direct_tables_move_same_bytes_as_numpy(data, group, form, di
         if staged:
             copies, within = _staged_tables(moves, chosen, cache.part(layers), host, direction)
             stage = np.zeros(3 * _stage_stride(span.nbytes), np.uint8)
-            # each table with its row of addresses in staging memory, in the order of execution
+            # (table, row of the table with the offsets in staging memory), in the order of execution
             steps = [(within, 1), (copies, 0)] if direction is Direction.D2H else [(copies, 1), (within, 0)]
             for table, row in steps:
                 ends = table[row] + table[2]
@@ -91,7 +91,8 @@ def test_staged_chunks_are_nearly_equal_except_small_first(count, span_bytes, pe
     if ramp:
         first, *others = sizes
         assert first <= max(1, FIRST_CHUNK_BYTES // stride, count // _FIRST_SHARE)
-        larger = first + 1  # exceeds `count`, `per_chunk`, or both limits of the first chunk
+        # the next larger size exceeds `count`, `per_chunk`, or both FIRST_CHUNK_BYTES and count / _FIRST_SHARE
+        larger = first + 1
         assert larger > min(count, per_chunk) or larger * stride > FIRST_CHUNK_BYTES
         assert larger > min(count, per_chunk) or larger * _FIRST_SHARE > count
     assert len(others) == -(-sum(others) // per_chunk)
@@ -118,7 +119,7 @@ def test_compile_fills_bulk_slices_up_to_slice_bytes(count, sixths):
     assert sizes == [step] * (count // step) + ([count % step] if count % step else [])
     assert [each.nbytes for each in compiled.slices] == [size * SMALL.block_bytes for size in sizes]
     assert compiled.nbytes == count * SMALL.block_bytes
-    # `blocks` has positions in `ids`, sorted by destination. Here they equal `ids`, because `ids` counts down to 0.
+    # `blocks` has positions in `ids`, sorted by host id. The host ids count down to 0, so the last position is first.
     assert np.concatenate([each.blocks for each in compiled.slices]).tolist() == ids.tolist()
     assert compiled.num_copies == 0  # a table is made at its first use
     assert [each.made for each in compiled.slices] == [None] * len(sizes)

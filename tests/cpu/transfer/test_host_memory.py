@@ -83,7 +83,7 @@ def test_host_memory_is_usable_while_it_grows(stuck):
 
 
 def test_lazy_host_memory_is_usable_at_once(stuck):
-    """The gate gives no permit, so a touch of the memory would not return."""
+    """Lazy memory is not touched. A touch would not return, because the gate gives no permit."""
     host = HostMemory(GROUP, 5, piece_bytes=2 * GROUP.slot_bytes, lazy=True)
     assert (host.num_ready, host.growth) == (5, GrowthState.READY)
     assert not stuck.reached.is_set()

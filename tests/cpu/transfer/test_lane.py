@@ -126,7 +126,7 @@ def test_layers_of_bulk_load_are_done_after_their_last_slice():
     manager, mover, _ = stepped(form="layer-first", min_layer_groups=2, group_piece_bytes=1 << 30)
     with manager:
         compiled = manager.compile("h2d", [0, 1, 2, 3, 4], [5, 6, 7, 8, 9], layer_wise=True)
-        assert [each.layer_group for each in compiled.slices] == [0, 0, 0, 1, 1, 1]  # slices of 2, 2 and 1 blocks
+        assert [each.layer_group for each in compiled.slices] == [0, 0, 0, 1, 1, 1]  # per group: 2, 2 and 1 blocks
         load = manager.submit(compiled)
         for layer in (0, 2):
             mover.permits.release(2)

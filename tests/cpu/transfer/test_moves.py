@@ -152,7 +152,8 @@ def test_native_and_numpy_block_copies_are_equal(host, random, run_blocks, devic
     }
     places = zip(device, host, strict=True)
     assert moved == {((1 << 40) + a * (64 + device_gap), (1 << 20) + b * (64 + host_gap)) for a, b in places}
-    if run_blocks:  # the number of blocks per piece of the host memory; if it is 0, the host memory has one piece
+    # a piece of the host memory has `run_blocks` blocks; 0 means that there is only one piece
+    if run_blocks:
         for copy in actual.T:
             first = (int(copy[host_row]) - (1 << 20)) // (64 + host_gap)
             last = first + int(copy[2]) // 64 - 1

@@ -1,4 +1,4 @@
-"""Estimated prices of strategies with a constructed calibration.
+"""The estimated prices of transfer strategies. The calibration is made up, so that the prices are known.
 
 A price is the transfer time plus the time by which the transfer delays the LLM's computation.
 """

@@ -1,4 +1,4 @@
-"""The swap functions copy the same bytes as numpy on the CPU and on an available GPU."""
+"""The swap functions copy the same bytes as numpy, on the CPU and, if there is one, on a GPU."""
 
 import threading
 

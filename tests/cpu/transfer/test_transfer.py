@@ -61,7 +61,7 @@ def device(request):
 
 
 def managed(group, device, *, form="layer-first", num_blocks=12, num_slots=17, seed=0, config=None, **options):
-    """Return the manager of one group, the device tensors and the host memory. Fill both with random bytes."""
+    """Return the manager of one group, its device tensors and its host memory. All memory has random bytes."""
     manager = TransferManager(layout_of(group), device, config, **options)
     cache, views = filled_cache(group, num_blocks, form, device, seed)
     host = ready_host(group, num_slots, device, seed, piece_bytes=group.slot_bytes * 5)

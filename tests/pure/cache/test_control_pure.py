@@ -164,7 +164,7 @@ def test_save_of_prompt_ignores_write_policy(policy):
     lab.serve(prompt(1, 4))
     allocation = lab.start(prompt(2, 4))
     lab.compute(allocation)
-    for _ in range(2):  # first to the host, then to the store
+    for _ in range(2):  # the first pass saves to the host, the second to the store
         lab.control.save(prompt(1, 4))
         while lab.control.plan_saves(0.0) or lab.manager.transfers.in_flight:
             lab.plan()
@@ -177,7 +177,7 @@ def test_save_of_prompt_includes_continuation_in_same_node():
     never = WritebackConfig(WritePolicy.SELECTIVE, min_uses=9)
     lab = Lab(20, host=HostConfig(20, saving=never), stores=[disk(saving=never)])
     lab.serve(prompt(1, 8))
-    for _ in range(2):  # first to the host, then to the store
+    for _ in range(2):  # the first pass saves to the host, the second to the store
         lab.control.save(prompt(1, 4))
         while lab.control.plan_saves(0.0) or lab.manager.transfers.in_flight:
             lab.plan()
@@ -199,7 +199,7 @@ def test_save_all_stores_blocks_under_their_keys():
     ]
     for chain in chains:
         lab.serve(chain)
-    for _ in range(2):  # first to the host, then to the store
+    for _ in range(2):  # the first pass saves to the host, the second to the store
         lab.control.save_all()
         while lab.control.plan_saves(0.0) or lab.manager.transfers.in_flight:
             lab.plan()

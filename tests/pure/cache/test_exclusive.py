@@ -50,7 +50,7 @@ def test_blocks_are_saved_early_while_host_has_free_slots():
 def test_full_host_evicts_duplicates_of_device_blocks_first():
     lab = full_lab()
     host = lab.manager.tree.tiers[1]
-    # the third-oldest prompt on the host, because the host evicts the two oldest while this prompt is served
+    # The third-oldest prompt on the host. While it is served, the host evicts the two oldest prompts.
     loaded = 2 + next(number for number in range(14) if lab.num_in("host", prompt(number, 4)))
     lab.serve(prompt(loaded, 4))
     others = [n for n in range(14) if n != loaded and lab.num_in("host", prompt(n, 4))]
@@ -97,8 +97,8 @@ def test_eviction_of_parent_on_device_frees_child_on_host():
     lab.serve(chain_of(*[1] * BLOCK, *[2] * BLOCK, 9))
     tree = lab.manager.tree
     device, host = tree.tiers
-    assert tree.evict(device, 1) is None  # the second block is on the host only
-    assert tree.evict(host, 1) is None  # the first block is on the device only
+    assert tree.evict(device, 1) is None  # now the second block is only on the host
+    assert tree.evict(host, 1) is None  # now the first block is only on the device
     assert host.num_duplicates_evicted == 1
     assert lab.num_in("device", chain_of(*[1] * BLOCK, *[2] * BLOCK, 9)) == 1
     assert lab.num_in("host", chain_of(*[1] * BLOCK, *[2] * BLOCK, 9)) == 1

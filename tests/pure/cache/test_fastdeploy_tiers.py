@@ -231,7 +231,7 @@ def test_aborted_requests_do_not_count_as_uses():
 
 
 def test_save_and_load_in_one_step_can_use_same_host_slots():
-    """Host and device are full, so that the loads and saves in one step need the same host slots."""
+    """Host and device are full, so the loads and saves in one step need the same host slots."""
     lab = Lab(8, host=HostConfig(4, exclusive=False))
     for turn in range(12):
         lab.serve(prompt(turn % 3, 4))

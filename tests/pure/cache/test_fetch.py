@@ -101,7 +101,7 @@ def test_tokens_from_counts_hit_tokens_of_each_tier():
     lab.worker.stores["near"].update(store_contents(prompt(1, 10), 6))
     lab.worker.stores["far"].update(store_contents(prompt(1, 10)))
     lab.settle()
-    lab.manager.abort(lab.start(prompt(1, 2), lab.fetched(prompt(1, 2))))  # two blocks are on the device from here on
+    lab.manager.abort(lab.start(prompt(1, 2), lab.fetched(prompt(1, 2))))  # now two blocks are on the device
     fetch = lab.fetched(prompt(1, 5))
     assert fetch.num_fetched == {"near": 3}
     allocation = lab.start(prompt(1, 5), fetch)
@@ -311,7 +311,7 @@ def test_store_index_forgets_missing_but_not_unreadable_blocks():
     assert fetch.num_fetched == {"disk": 2}
     assert known.num_known == 2
     lab.manager.end_prefetch(fetch)
-    assert lab.manager.transfers.counts[Route.STORE_TO_HOST].num_failed == 4 + 2  # unreadable and missing blocks
+    assert lab.manager.transfers.counts[Route.STORE_TO_HOST].num_failed == 4 + 2  # 4 unreadable, 2 missing
 
 
 def test_retried_prefetch_counts_as_one_refused_load():

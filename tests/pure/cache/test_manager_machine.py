@@ -101,7 +101,7 @@ class ManagerMachine(RuleBasedStateMachine):
     """Runs requests and operator commands on one or two ranks while transfers fail and stores lose objects."""
 
     steps: ClassVar[Counter[str]] = Counter()
-    """Number of steps ("steps"), and number of tokens from each tier, of all examples."""
+    """Number of steps (key "steps") and number of tokens from each tier (key: its name), summed over all examples."""
 
     @initialize(
         num_blocks=st.sampled_from([7, 12, 24]),
@@ -134,8 +134,9 @@ class ManagerMachine(RuleBasedStateMachine):
         self.contents: dict[bytes, object] = {}
 
     def chain(self, which) -> Chain:
-        """Return a prompt of token 1 (8 * `system` times), token 2 + `tail` (5 * `length` times), and token 7 (once).
+        """Return the prompt that an item of PROMPTS describes.
 
+        It has token 1, repeated 8 * `system` times, then token 2 + `tail`, repeated 5 * `length` times, then token 7.
         The kinds "t" and "a" set a tenant or an adapter. The kind "m" adds an image if the prompt has more than five
         tokens.
         """
@@ -323,7 +324,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if what == "vacate":
             self.lab.control.vacate(tier)
         else:
-            # the device keeps at least the size of the smallest device in `begin`
+            # the device never gets fewer than 7 blocks, the smallest size in `begin`
             self.lab.control.resize(tier, max(size, 7) if tier == "device" else size)
 
     # ---- invariants ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Loads and failed loads in CacheManager, equal tokens with different salt, adapter or image, and message sizes."""
+"""CacheManager: loads and their failures, prompts that differ only in salt, adapter or image, and message sizes."""
 
 from __future__ import annotations
 
@@ -327,9 +327,9 @@ def run_and_measure(lab: Lab, sizes: dict[str, int]) -> None:
 
 
 def test_message_sizes_grow_linearly_with_blocks():
-    """A plan grows by at most 60 bytes per block, for example 32 for the key and 4 for each slot.
+    """A plan grows by at most 60 bytes per block. A block key has 32 bytes, and a slot number has 4 bytes.
 
-    A report grows by at most 34 bytes per block, and a chain by 4 bytes per token.
+    A report grows by at most 34 bytes per block, and a chain by at most 4 bytes per token.
     """
     sizes = {n: message_sizes(n) for n in (10, 100, 1000, 2000)}
     for few, many in ((10, 100), (100, 1000), (1000, 2000)):

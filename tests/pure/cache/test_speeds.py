@@ -21,7 +21,7 @@ LOAD, FETCH = (Route.HOST_TO_DEVICE, ""), (Route.STORE_TO_HOST, "disk")
 def nonnegative_least_squares(samples: list[tuple[list[float], float]]) -> tuple[np.ndarray, float]:
     """Return the non-negative costs with the smallest weighted sum of squared errors, and this sum.
 
-    Solve for every subset of the costs, with all other costs 0.
+    For every subset of the costs, set the other costs to 0 and solve without limits. Keep the best non-negative result.
     """
     weights = np.sqrt(DECAY ** np.arange(len(samples))[::-1])
     x = np.array([[1.0, *amounts] for amounts, _ in samples]) * weights[:, None]
@@ -171,7 +171,7 @@ def test_early_blocks_are_computed_and_late_blocks_are_loaded():
 
 
 class Machine:
-    """A machine with exact load and compute times, and a cost model that observes these times."""
+    """A simulated machine whose load and compute times have no noise, and a cost model that observes these times."""
 
     def __init__(self, latency: float) -> None:
         self.latency, self.model = latency, CostModel()
@@ -186,7 +186,7 @@ class Machine:
     def seconds(self, num_tokens: int, *, load: bool) -> float:
         """Return the time of a request. If `load`, all full blocks before the last token come from the store."""
         blocks = (num_tokens - 1) // 16 if load else 0
-        loading = self.latency + 0.0036 + 0.00023 * blocks if load else 0.0  # sum of FETCH and LOAD in `serve`
+        loading = self.latency + 0.0036 + 0.00023 * blocks if load else 0.0  # FETCH time plus LOAD time, as in `serve`
         return loading + sum(seconds for _, _, seconds in self.steps(blocks * 16, num_tokens))
 
     def serve(self, num_tokens: int, *, is_new: bool) -> bool:

@@ -51,7 +51,7 @@ class Router:
         return events
 
     def matched(self, chain: Chain, tier: str) -> int:
-        """Return the number of leading blocks of the chain in the tier. Look up each block by parent key and tokens."""
+        """Return how many leading blocks of a chain are in a tier. Look up each block by parent key and tokens."""
         above, found = chain.namespace.root_key(chain.salt, chain.adapter), 0
         below = {content: key for key, content in self.present.get(tier, {}).items()}
         while found < chain.num_blocks and (above, chain.label(found)) in below:
@@ -230,7 +230,7 @@ def test_router_that_applies_events_matches_tree(actions):
 
 
 def holds(lease, number: int, block: int) -> bool:
-    """Return True if tier `number` holds this block of the lease."""
+    """True if tier `number` holds this block of the lease."""
     node = lease.node
     while node.start > block:
         node = node.parent

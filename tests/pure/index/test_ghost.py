@@ -32,9 +32,9 @@ SIZES = (1, 2, 3, 5, 8, 13)
 
 
 def paths() -> st.SearchStrategy[list[list[int]]]:
-    """Generate requests as paths from the root of a small tree.
+    """Generate requests. Each request is a path from the root of a small tree, as a list of the marks of its nodes.
 
-    The mark of a node is a number that encodes its path.
+    The mark of a node is a number that encodes the path to the node.
     """
     walk = st.lists(st.integers(0, 2), min_size=1, max_size=5)
     return st.lists(

@@ -35,7 +35,7 @@ OUTCOMES = [
 
 
 def blocks_of(tree):
-    """Yield the domain, position and path of each block. The results do not depend on the split of paths into nodes."""
+    """Yield the domain, position and path of each block, however the tree splits the blocks into nodes."""
     for node in tree.nodes():
         path = b"".join(bytes(above.labels) for above in [*node.upwards()][::-1])
         for block in range(node.start, node.stop):
@@ -136,7 +136,7 @@ def test_learned_heaps_stay_small_under_repeated_use():
         each.usage.used = time
         policy.offer(each)
         policy.victim()
-    # the limits in learned.py for 10 candidates in 3 classes; one entry may be added after the check
+    # the limits in learned.py for 10 candidates in 3 classes; one entry may be added after a limit is checked
     assert all(len(queue.heap) <= 64 + 2 * 10 + 1 for queue in policy._queues.values())
     assert max(len(policy._by_value), len(policy._timers)) <= 64 + 4 * 3 + 2 * 10 + 1
     assert all(len(queue.young) <= 64 + 2 * 10 + 1 for queue in policy._queues.values())
@@ -240,7 +240,7 @@ def test_guard_lengthens_time_in_lru_after_each_alarm():
         while not changes():
             length += 1
         lengths.append(length)
-    assert lengths == [200, 800, 3200]  # requests of 10 blocks: 2, 8 and 32 times the capacity
+    assert lengths == [200, 800, 3200]  # requests; their blocks are 2, 8 and 32 times the capacity
 
 
 def test_busiest_assigns_numbers_only_to_frequent_keys():
@@ -306,7 +306,7 @@ def test_age_of_forgotten_touch_ends_at_its_replacement():
             log.sync()
     log.sync()
     observed = log.take_observed()
-    # the weight of a touch is the square root of its number of blocks, here 2
+    # the weight of a touch is the square root of its number of blocks: 2 for four blocks
     cells, ages, weights = (np.concatenate(parts) for parts in list(zip(*observed, strict=True))[:3])
     assert (cells.tolist(), ages.tolist(), weights.tolist()) == ([7] * 2, [float(NUM_TOUCHES)] * 2, [2.0] * 2)
     assert not any(each[3] for each in observed)

@@ -110,7 +110,7 @@ def test_native_tree_equals_python_tree(sizes, exclusive, seed):
 
 
 def fitted_tracker(rng, code) -> ReuseTracker:
-    """Return a tracker with random values. With age, the values of classes 0 to 3 fall, and the others rise."""
+    """Return a tracker with random values. With age, the values of classes 0 to 3 fall and those of 4 to 7 rise."""
     tracker = ReuseTracker(100, code=code)
     values = np.array([[rng.random() for _ in range(NUM_BUCKETS)] for _ in range(8)])
     values[:4] = -np.sort(-values[:4], 1)
