@@ -14,7 +14,8 @@ from kvtier.engine.sampling import IN_PROMPT, RequestSampler, Sample, draw, pena
 
 NUM_DRAWS = 100_000
 PROMPT, OUTPUT = (3, 4, 4, 9), (7, 3, 7, 11)
-_LEAST = 5.0  # cells of the test with fewer expected draws are merged; at first, each token is a cell
+# Each token is a cell of the chi-square test. Cells with fewer expected draws than _LEAST are merged.
+_LEAST = 5.0
 _OPTIONS = {
     "temperature": (1.0, 0.6, 1.7),
     "top_k": (0, 7),

@@ -218,9 +218,9 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
         if row.request not in ran:
             ahead = limits.lookahead_tokens if row.wants_token else 0
             if row.request.allocation.copy is None:
-                # If a shortage makes the manager give up a partial hit, the row stops up to BLOCK - 1 tokens earlier,
-                # but its slots stay reserved. The check cannot detect a partial hit that was given up, so the check
-                # allows BLOCK - 1 tokens more for every request without a copy.
+                # The manager can give up a partial hit when slots are short. Then the row stops up to BLOCK - 1 tokens
+                # earlier, but the request keeps its slots. As this cannot be detected here, every request without a
+                # copy may have slots for BLOCK - 1 more tokens.
                 ahead += BLOCK - 1
             assert len(row.request.allocation.table) <= -(-(row.stop + ahead) // BLOCK), (
                 "a new request has more slots than the step needs"

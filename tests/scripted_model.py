@@ -15,10 +15,10 @@ _HIDDEN = 64
 def make_scripted_model(folder: Path, script: Sequence[str], chat_template: str = CHAT_TEMPLATE) -> Path:
     """Write a tiny model that answers every chat with the texts of `script`. Each text is one token.
 
-    Attention and MLP add nothing, so the next token depends only on the last token. `chain` contains a line feed, the
-    tokens of the script and the end token. For each token i of the chain except the last, the embedding is unit vector
-    i. The row of token i + 1 in the output matrix has the same direction, so token i selects token i + 1. A generation
-    prompt ends with a line feed and therefore selects the first text.
+    Attention and MLP add nothing, so the next token depends only on the last token. The tokens form a chain: a line
+    feed, the texts of the script, the end token. The embedding of the chain's token i is unit vector i. In the output
+    matrix, the row of token i + 1 has the same direction, so token i + 1 always follows token i. A generation prompt
+    ends with a line feed, so the answer begins with the first text.
     """
     import tokenizers
     import torch

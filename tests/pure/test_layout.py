@@ -79,7 +79,7 @@ def test_layer_groups_cover_layers_in_order(sizes, piece_bytes, min_groups):
     num_groups = min(len(sizes), max(min_groups, group.block_bytes // piece_bytes))
     assert len(runs) <= num_groups
     first = group.span(runs[0]).nbytes
-    # the first run has at most block_bytes / num_groups bytes, unless this run is one layer or the only run
+    # the first run has at most block_bytes / num_groups bytes, unless it has only one layer or is the only run
     assert first * num_groups <= group.block_bytes or len(runs[0]) == 1 or len(runs) == 1
 
 

@@ -24,7 +24,7 @@ def client(fleet, key):
 
 
 def test_tenant_limit_holds_for_the_whole_fleet(fleet):
-    """The limit is one request of a tenant in the whole fleet, so the second request is refused.
+    """Each tenant may run one request in the whole fleet, so its second request is refused.
 
     If each replica counted only its own requests, the second request could run on the other replica.
     """

@@ -55,7 +55,7 @@ def test_error_for_invalid_argument_names_it_or_its_correction(capsys, arguments
 
 
 def is_json(capsys, *arguments):
-    """Return True if the command `completion` prints JSON. `completion` is the fastest command."""
+    """True if `kvtier completion` prints JSON. The tests use this command because it is the fastest."""
     assert main(["completion", "bash", *arguments]) == 0
     return capsys.readouterr().out.startswith("{")
 

@@ -46,7 +46,7 @@ class Connection:
         self.socket.close()
 
     def flood(self, piece: bytes, max_bytes: int = 64 * MEGABYTE) -> bool:
-        """Send pieces. Return True when the server closes the connection, and False if `max_bytes` were sent before."""
+        """Send a piece repeatedly. Return True if the server closes the connection before `max_bytes` are sent."""
         num_bytes = 0
         try:
             while num_bytes < max_bytes:
@@ -155,8 +155,8 @@ def test_endless_head_is_rejected_with_bounded_memory(server, name):
     with Connection(server, first) as connection:
         assert connection.flood(piece)
         assert process.memory_info().rss - before < 16 * MEGABYTE
-    # As many pieces as fit into 256,000 bytes exceed every limit. After an error, the server reads up to 1 MiB more. If
-    # the server closed the connection with unread data, a reset could destroy the response.
+    # Send about 256,000 bytes, which exceed every limit. The server reads up to 1 MiB after an error, so it reads all
+    # of these bytes. If it closed the connection before, a reset could destroy the response.
     with Connection(server, first + piece * (256_000 // len(piece))) as connection:
         assert error_of(connection.receive_all()) == refusal
     assert server.get("/health").status_code == 200

@@ -69,12 +69,12 @@ def test_concurrent_calls_start_one_compiling_thread(tiny_model, monkeypatch):
         def __init__(self, **options):
             started.append(self)
             with contextlib.suppress(threading.BrokenBarrierError):
-                both.wait(0.5)  # for a second thread, which must not come
+                both.wait(0.5)  # wait for a second thread, which must not start
             super().__init__(**options)
 
     compilations = new_compilations(tiny_model)
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda _: time.sleep(0.1), range(2)))  # starts both threads
+        list(threads.map(lambda _: time.sleep(0.1), range(2)))  # starts both threads of the pool
         patched = types.SimpleNamespace(Thread=SlowThread, get_native_id=threading.get_native_id)
         monkeypatch.setattr(schema_cache, "threading", patched)
         futures = list(threads.map(lambda tenant: compilations.get(OBJECT, tenant), (b"a", b"b")))

@@ -52,7 +52,7 @@ id -u
 
 @pytest.fixture
 def container(tiny_model: Path) -> list[str]:
-    """Return the start of a command line. A command that is appended to this start runs in the container."""
+    """Return a prefix for command lines. A command with this prefix runs in the container."""
     command = ["unshare", "--mount", "--propagation", "private", "bash", "-c", SCRIPT, "container"]
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
         pytest.skip("mount namespaces need root, unshare and setpriv")

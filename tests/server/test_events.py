@@ -22,7 +22,7 @@ NUM_EVENTS = 10_000 if "KVTIER_SOAK" in os.environ else 1_000
 
 @pytest.fixture
 def published(start, tmp_path):
-    """Start a server that has a small cache and publishes events. Return the server and the addresses of the events."""
+    """Start a server with a small cache. Return the server and its addresses for events and for replays."""
     addresses = free_address(), free_address()
     tiers = ("--blocks", str(NUM_BLOCKS), "--host-blocks", "64", "--disk", str(tmp_path / "kv"))
     options = (*tiers, "--events", addresses[0])

@@ -13,7 +13,7 @@ from kvtier.index.check import check_tree
 
 
 def test_release_after_drop_keeps_parent_in_tree():
-    """The drop removes the leased node of block 2 and keeps the node of block 1. The release must not merge the two."""
+    """The drop removes only the leased node of block 2. The release must not merge it with the node of block 1."""
     tree = tree_of(16)
     run(tree, 1, 2)
     lease = tree.match(chain_of(1, 2))
@@ -218,7 +218,7 @@ def test_drop_of_child_does_not_list_next_victim_as_duplicate():
     """The host must keep its copy of a node that the device evicts next."""
     tree = two_tiers_with_copies((1, 2))
     device, host = tree.tiers
-    device.look_ahead(8)  # only 6 slots are free, so the node with 2 blocks becomes a next victim
+    device.look_ahead(8)  # only 6 slots are free, so the node with 2 blocks is chosen as the next victim
     assert host.everyone.duplicates == {}
     lease = begin(tree, 1, 2, 3)
     tree.publish(lease, lease.chain.num_tokens)
@@ -230,7 +230,7 @@ def test_drop_of_child_does_not_list_next_victim_as_duplicate():
 
 
 def test_match_within_skips_exact_child_outside_device():
-    """The next block of `exact` is only on the host. The block of `near` with the same first two tokens is matched."""
+    """The next block of `exact` is only on the host. The next block of `near` begins with the same two tokens."""
     tree = tree_of(8, 8)
     exact, near = (Chain(NAMESPACE, [1] * BLOCK + [2, 2, last, last]) for last in (2, 9))
     for chain in (exact, near):

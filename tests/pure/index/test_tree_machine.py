@@ -46,7 +46,7 @@ from kvtier.index.check import check_tree
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 STEPS = 50
-# state of a block in Residency.states -> state and number of readers in the model
+# maps a state in Residency.states to the state and the number of readers in the model
 STATES = {1: ("writing", 0), **{2 + n: ("ready", n) for n in range(254)}}
 REVISIONS = ("a", "b")
 MOST_TOKENS = 13
@@ -55,7 +55,7 @@ MEDIA = [()] * 4 + [((2, 2, b"x"),), ((1, 4, b"x"),), ((2, 2, b"y"),), ((4, 1, b
 
 
 def spec_of(number: int) -> Spec:
-    """Return a prompt of zeros with at most one 1, so that pairs of prompts share prefixes of many lengths."""
+    """Return a prompt of zeros and at most one 1. Pairs of such prompts share prefixes of many different lengths."""
     number, length = divmod(number, MOST_TOKENS + 1)
     number, flip = divmod(number, MOST_TOKENS + 1)
     number, domain = divmod(number, len(DOMAINS))
@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
         self.model.evict(tier, tenants, [name for name, copies in content.items() if tier in copies])
 
     def note_next_victims(self) -> None:
-        """Copy the next victims of the tree to the model."""
+        """Copy the blocks that the tree has chosen as next victims to the model."""
         names: dict[object, set] = {node: set() for node in self.tree.nodes()}
         observed(self.tree, names)
         self.model.next_victims = [
@@ -214,9 +214,9 @@ class Machine(RuleBasedStateMachine):
         assert (num_new, num_duplicate) == self.model.publish(holder, num_tokens, self.now)
 
     def do_release(self, pair: LeasePair, used: bool) -> None:
-        # Release the lease as used if it has added blocks that are still unused, and has a TTL or a priority. Before
-        # their first use, these blocks can have different TTLs and priorities in the tree and in the model. An engine
-        # always uses the path of a request that publishes blocks.
+        # Set `used` if the lease has a TTL or a priority and has added blocks that are still unused. Before their first
+        # use, these blocks can have different TTLs and priorities in the tree and in the model. An engine always sets
+        # `used` for a request that has published blocks.
         used = used or (pair.holder.has_unused_blocks and (pair.holder.ttl != math.inf or pair.holder.priority != 0))
         self.tree.release(pair.lease, used=used, now=self.now)
         self.model.release(pair.holder, used, self.now)
@@ -242,7 +242,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(spec=SPECS, first=ANY, second=ANY)
     def two_equal_requests(self, spec, first, second):
-        """Let two requests compute equal blocks in different slots. With enough slots, publish the blocks in turns."""
+        """Let two requests compute equal blocks in different slots. If both get slots, publish the blocks in turns."""
         pairs = [self.do_match(spec, 99, (0, math.inf)) for _ in range(2)]
         if all(self.do_allocate(pair, len(spec.contents) - len(pair.holder.path)) for pair in pairs):
             for pair, part in zip([*pairs, *pairs], [first, second, 99, 99], strict=True):
@@ -300,7 +300,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, max_tokens=st.integers(1, 2))
     def match_within(self, which, max_tokens):
-        """Match the next tokens with the start of a device block. Without media, the longest match must be found."""
+        """Match the tokens after a leased path with the start of a block. Without media, find the longest match."""
         pair = self.open[which % len(self.open)]
         spec, end = pair.holder.spec, pair.holder.end
         tokens, held = spec.tokens[len(pair.holder.path) * BLOCK_TOKENS :][:max_tokens], self.model.held()
@@ -537,7 +537,7 @@ class TieredMachine(Machine):
         if not self.model.quotas[tier]:
             self.model.check_new_victims(tier, {name for name in after[None] - before if tier in content[name]})
             wanted = n - self.tiers[tier].pool.num_free
-            # a node that was split after it was chosen still counts with its former number of blocks
+            # if a chosen node was split, the policy still counts the blocks of the whole node
             chosen = sum(policy.num_blocks for policy in self.tiers[tier].everyone._in_order)
             leaves = {block.name for block in self.model.leaves(tier)}
             assert chosen >= wanted or leaves <= after[None]

@@ -107,7 +107,7 @@ def test_copies_of_a_trace_share_prefixes_only_within_a_copy(requests, copies):
     assert [each[0] for each in found] == sorted(each[0] for each in found)
     once = [tuple(paths) for _, paths, _ in FleetTrace(requests)]
     num_paths = len({path for paths in once for path in paths})
-    by_copy = [[] for _ in range(copies)]  # copy c has the path numbers from c * num_paths on
+    by_copy = [[] for _ in range(copies)]  # the path numbers of copy c begin at c * num_paths
     for _, paths, _ in found:
         if len(paths):
             by_copy[paths[0] // max(1, num_paths)].append(tuple(paths % num_paths))

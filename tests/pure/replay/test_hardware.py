@@ -37,8 +37,8 @@ def test_model_presets_match_model_cards(name):
     model = preset(ModelSpec, name)
     assert (model.token_bytes, model.params) == KNOWN[name]
     if not model.kv_elements:
-        # A model with KV heads has more attention parameters than the left side times the hidden size. Therefore the
-        # left side must be below the number of all parameters.
+        # The number of attention parameters is the left side times twice the hidden size, so the left side alone must
+        # be below the number of all parameters.
         assert model.layers * model.head_dim * (model.heads + model.kv_heads) < model.params
 
 

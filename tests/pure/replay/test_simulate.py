@@ -220,7 +220,7 @@ def test_oversized_request_is_refused_and_next_is_served():
 
 
 def test_time_stays_finite_if_the_last_event_is_a_refusal():
-    """The last request is refused in the second of two steps without rows, and no event follows."""
+    """The scheduler refuses the last request in a step without rows, and no event follows."""
     made = SyntheticTrace(sessions=4, turns=2, think_seconds=50, answer_tokens=1500, document_blocks=2, seed=4)
     ours = simulator(10, 20, 60, cost=lambda work: work.num_tokens / 64, early=True)
     run = ours.run(tuple(generate(made)))
@@ -435,7 +435,7 @@ def test_kv_bytes_are_90_percent_of_memory_minus_weights():
 def test_queued_requests_hit_disk_after_memory_eviction():
     """Memory holds three of six conversations. When all six return, their requests queue.
 
-    Each request evicts blocks of other conversations from memory. Therefore at least the blocks of four
+    Each request evicts blocks of other conversations from memory. Therefore the blocks of at least four
     conversations are loaded from the disk.
     """
     paths = [tuple(range(10 * user, 10 * user + 8)) for user in range(6)]

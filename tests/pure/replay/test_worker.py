@@ -1,4 +1,4 @@
-"""Simulated links agree with a simulation in steps of one second, and simulated stores with a plain LRU cache."""
+"""Compare simulated links with a simulation in steps of one second, and simulated stores with a plain LRU cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of an engine with other block hashes than kvtier. The converted hashes must match routed prompts."""
+"""Events of an engine that hashes blocks differently from kvtier. After conversion, its blocks match prompts."""
 
 from __future__ import annotations
 

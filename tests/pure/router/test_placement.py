@@ -26,8 +26,9 @@ def as_array(hashes):
 
 
 def leading(held, hashes, replica):
-    """Count the blocks of the longest prefix that a replica holds, by the fastest tier of each block.
+    """Find the longest prefix that a replica holds. Return the number of its blocks in each tier.
 
+    A block in several tiers counts only for the fastest tier.
     The index stores hash 0 as 1, because 0 marks a free place.
     """
     counts = [0] * TIERS
@@ -100,9 +101,9 @@ class PlacementMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), replica=st.integers(0, 129), tier=st.integers(0, TIERS - 1))
     def store_earlier_result(self, data, replica, tier):
-        """Removals and rebuilds can invalidate the slots of an earlier lookup.
+        """Store the blocks of an earlier result again. Its slots may be outdated after removals and rebuilds.
 
-        A call with such slots must not change other blocks.
+        The call must not change other blocks.
         """
         if self.found:
             replica %= self.num_replicas

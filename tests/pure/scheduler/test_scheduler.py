@@ -229,7 +229,7 @@ def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
         check_scheduler(scheduler)
     assert [each.state for each in created] == [RequestState.FINISHED] * 3
     assert [each.num_preempted for each in created] == [0, 0, 0]
-    # of the four generated tokens of each request, the last one is not computed
+    # each request generates four tokens, but no step computes the KV of the last one
     assert num_computed == sum(map(len, prompts.values())) + 3 * 3, "a token was computed twice"
 
 
@@ -248,7 +248,7 @@ def test_prompt_is_not_started_if_tenant_quota_has_no_room(caching):
         check_scheduler(scheduler)
         order += [each.id for each in created if each.state is RequestState.FINISHED and each.id not in order]
     assert [each.num_preempted for each in created] == [0, 0, 0, 0]
-    # of the four generated tokens of each request, the last one is not computed
+    # each request generates four tokens, but no step computes the KV of the last one
     assert num_computed == sum(len(prompt) for _, prompt in prompts.values()) + 4 * 3, "a token was computed twice"
     assert order[-1] == "c"
 

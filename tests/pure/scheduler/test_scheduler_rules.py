@@ -161,7 +161,8 @@ def test_step_sums_its_rows():
     created.num_computed = 8
     both = Step((row, Row.of(created, 6, (3,))), (), (), (), plan)
     assert (both.num_tokens, both.loads) == (10, (7, 9, 3))
-    assert both.attended_tokens == 4 * (0 + 2) + 6 * (8 + 3)  # mean context: earlier tokens and half of the row
+    # a token attends to all tokens before the row and, on average, to half of the row
+    assert both.attended_tokens == 4 * (0 + 2) + 6 * (8 + 3)
     assert [(each.stop, each.wants_token) for each in both.rows] == [(4, False), (14, True)]
 
 
@@ -676,7 +677,7 @@ def test_running_request_can_take_blocks_of_waiting_request():
     assert sizes(run_step(scheduler, lab, 0.0)) == {"runs": 5}
     waits = Request("waits", stored_prompt(1, 3), 1)
     scheduler.add(waits, 0.0)
-    for now in range(1, 4):  # the next three tokens fit into the two blocks of the request
+    for now in range(1, 4):  # the next three tokens fit into the two blocks of `runs`
         assert sizes(run_step(scheduler, lab, float(now))) == {"runs": 1}
     assert waits.prefetch is not None
     assert waits.prefetch.is_over

@@ -42,7 +42,7 @@ class Life:
         self.computed: list[list[RowResult]] = []  # results of the steps at the start of `sent`
 
     def act(self) -> None:
-        """Take a random action or none. Then schedule a step, or update or fail the oldest step in flight."""
+        """Sometimes take a random action. Then schedule a step, or call `update` or `fail` for the oldest step."""
         act, scheduler = self.random.random(), self.scheduler
         if act < 0.3:
             self.add()
@@ -118,7 +118,7 @@ class Life:
             assert each.allocation is not None, "blocks were freed while a row in flight writes to them"
 
     def fail(self) -> None:
-        """Fail the oldest step and discard the step after it. If the oldest step is computed, update it instead."""
+        """Fail the oldest step and discard the step after it. If the oldest step is already computed, call `update`."""
         if self.computed:
             self.update()
             return

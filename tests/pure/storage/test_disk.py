@@ -705,7 +705,7 @@ def test_hanging_disk_opens_breaker_until_disk_recovers(open_store):
 
 
 def test_write_that_ends_after_deadline_is_not_published(open_store):
-    """After the deadline, the caller may change its buffer while the disk still reads from the buffer."""
+    """After the deadline, the caller may change its buffer while the store still writes the buffer to the disk."""
     disk, gate, clock = SimulatedDisk(), threading.Event(), Clock()
     store = open_store(files=disk, breaker=Breaker(retry_s=1, clock=clock))
     put(store, 1)

@@ -286,7 +286,7 @@ def test_write_fails_with_reason_if_key_cannot_be_created(folder):
 
 
 class DeletingFiles(Files):
-    """Deletes all key files after each call of one operation, like another process during a load of the keys."""
+    """Deletes all key files after each call of `operation`, as another process could do while the keys are loaded."""
 
     def __init__(self, operation: str) -> None:
         self._operation, self.folder = operation, ""

@@ -124,7 +124,7 @@ def test_segment_deleted_by_hand_fails_reads_of_client(stores, folder):
 def test_client_fails_with_reason_after_deletion_of_socket(folder):
     """The owner still runs and keeps the folder locked, but without the socket the client cannot connect to the owner.
 
-    The client cannot take over the folder either. The write must fail and must not retry until its deadline.
+    The client cannot take over the folder either. The write must fail instead of retrying until its deadline.
     """
     owner = DiskStore(folder, MAX_BYTES, **SMALL)
     client = DiskStore(folder, MAX_BYTES, timeout_s=0.5, **SMALL)
@@ -333,7 +333,7 @@ def test_slot_of_lost_client_is_not_reused_while_it_writes(folder):
 
 
 def test_object_overwritten_by_late_client_is_missing(folder):
-    """A client of a killed owner writes to the only slot, whose record describes an object of another secret."""
+    """The only slot holds an object of another secret. A client of a killed owner overwrites this slot."""
     first = DiskStore(folder, 128 << 10, secret=bytes(32), **SMALL)
     assert put(first, 1, nbytes=70_000).ok
     first.close()
@@ -349,7 +349,7 @@ def test_object_overwritten_by_late_client_is_missing(folder):
     client._participant.client.close()
     late.join()
     owner.close()
-    table.write_bytes(content)  # a killed owner would not have blanked the record
+    table.write_bytes(content)  # restores the record, which a killed owner does not erase
     taken_over = DiskStore(folder, 128 << 10, **settings)
     assert len(taken_over._participant.owned._late) == 1
     files.gate.set()
