@@ -1,7 +1,7 @@
 """Traces with known hit rates.
 
-One trace is in tests/data. If the environment variable KVTIER_TRACE is set, it must contain the path of the Mooncake
-conversation trace, which is the second trace.
+One trace is in tests/data. The other is the Mooncake conversation trace. It is used only if the environment variable
+KVTIER_TRACE contains its path.
 """
 
 from __future__ import annotations

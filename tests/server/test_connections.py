@@ -65,7 +65,7 @@ class Connection:
         return received
 
     def is_served(self) -> bool:
-        """Return True if the server responds, False if it closes the connection at once."""
+        """True if the server responds. False if it closes the connection at once."""
         try:
             return bool(self.socket.recv(65536))
         except ConnectionResetError:

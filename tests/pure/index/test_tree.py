@@ -130,7 +130,7 @@ def test_drop_removes_blocks_from_any_depth(first):
     for end in (1, 3, 5, 4):  # splits the path into nodes for blocks [0, 1), [1, 3), [3, 4) and [4, 5)
         run(tree, *range(end))
     run(tree, 0, 7)
-    # five blocks of the chain are cached, and block 7 continues block 0
+    # blocks 0 to 4 of the chain are cached, and block 7 is another child of block 0
     assert tree.drop(chain_of(0, 1, 2, 3, 4, 9), first=first) == (max(0, 5 - first) + (first == 0))
     check_tree(tree, [])
     assert matched(tree, *range(6)) == min(first, 5)

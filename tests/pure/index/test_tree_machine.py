@@ -160,7 +160,7 @@ class Machine(RuleBasedStateMachine):
         self.model.evict(tier, tenants, [name for name, copies in content.items() if tier in copies])
 
     def note_next_victims(self) -> None:
-        """Copy the blocks that the tree has chosen as next victims to the model."""
+        """Set the next victims of the model to the blocks that the tree has chosen."""
         names: dict[object, set] = {node: set() for node in self.tree.nodes()}
         observed(self.tree, names)
         self.model.next_victims = [

@@ -215,8 +215,7 @@ def test_latest_request_is_preempted_if_blocks_run_out():
 def test_prompt_is_not_started_if_its_blocks_do_not_fit(caching):
     """Of 16 blocks, request a holds 3, b holds 7, and 6 are free. Request c needs 10 blocks and waits for the end of b.
 
-    If c did not wait, its first half would be computed, c would be preempted for lack of blocks, and the half would be
-    computed again.
+    Without the wait, c would run out of blocks and be preempted, and its first half would be computed twice.
     """
     scheduler, device = make(16, max_step_tokens=8 * BLOCK, prefix_caching=caching), Device()
     prompts = {"a": [1] * 11, "b": [2] * 28, "c": [3] * 40}

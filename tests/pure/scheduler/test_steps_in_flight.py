@@ -39,7 +39,7 @@ class Life:
         self.device, self.now, self.seen = Device(), 0.0, Counter()
         self.requests: list[tuple[Request, tuple[int, ...]]] = []
         self.sent: list[tuple[Step, list[Inputs], set[str]]] = []
-        self.computed: list[list[RowResult]] = []  # results of the steps at the start of `sent`
+        self.computed: list[list[RowResult]] = []  # results of the steps in `sent` that are already computed
 
     def act(self) -> None:
         """Sometimes take a random action. Then schedule a step, or call `update` or `fail` for the oldest step."""
@@ -92,7 +92,9 @@ class Life:
         self.seen["preempted"] += len(step.preempted)
         self.seen["overlapped rows"] += sum(len(row.request.in_flight) > 1 for row in step.rows)
         self.seen["early starts behind a step"] += bool(step.loads and len(self.sent) > 1)
-        assert not step.rows or not any(each.loads for each, *_ in self.sent[:-1]), "rows follow a step with loads"
+        assert not step.rows or not any(each.loads for each, *_ in self.sent[:-1]), (
+            "a step with rows follows a step with loads"
+        )
 
     def compute(self) -> None:
         """Compute the oldest step that has not been computed."""
@@ -118,7 +120,7 @@ class Life:
             assert each.allocation is not None, "blocks were freed while a row in flight writes to them"
 
     def fail(self) -> None:
-        """Fail the oldest step and discard the step after it. If the oldest step is already computed, call `update`."""
+        """Fail the oldest step and discard the next one. If the oldest is already computed, call `update` instead."""
         if self.computed:
             self.update()
             return

@@ -122,7 +122,7 @@ CALLS = st.lists(
 @given(calls=CALLS, sync=st.sampled_from(Sync), at=st.integers(1, 150), seed=st.integers(0, 2**32))
 @settings(max_examples=300 * SOAK, deadline=None)
 def test_reads_after_power_failure_return_no_wrong_bytes(max_bytes, calls, sync, at, seed):
-    """Each unsynced sector, file and file name survives the failure at random."""
+    """Whether an unsynced sector, file or file name survives the failure is random."""
     check_power_failure(max_bytes, calls, sync, at, seed)
 
 
