@@ -108,7 +108,7 @@ def dtype(name: str | DType | np.dtype[Any] | type[Any]) -> DType:
 
 
 def _numpy_name(name: object) -> str:
-    """Return numpy's name of a type, with the byte order if it is not native. Without such a type, return the repr."""
+    """Return numpy's name of a type, with the byte order if it is not native. For other objects, return the repr."""
     if name is None:
         return "None"  # np.dtype(None) is float64
     try:

@@ -120,7 +120,7 @@ class BatchData:
         self.next_op: BatchOp | None = None
         """The op that the batch needs next. None if the slot is free."""
         self.sequence = -1
-        """Number of the step, counted over all phases."""
+        """Number of the step. All phases share one counter."""
         self.ready, self.done = Event(), Event()
         self.perm = Permutation.identity(0)
         self.requests: Sequence[Any] = ()
@@ -165,7 +165,7 @@ class BatchData:
         self.next_op = BatchOp.SETUP
 
     def environment(self, op: BatchOp) -> Environment:
-        """Return the environment of an op: a new one for SETUP, PREPARE and FETCH, otherwise that of the op before."""
+        """Return the environment for an op. SETUP, PREPARE and FETCH begin a new one. The ops after them share it."""
         if op in (BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH):
             self._environment = Environment()
             self._environment.produce(BATCH, self)

@@ -46,7 +46,7 @@ class Streams:
             stream.record(then)
 
     def synchronize(self) -> None:
-        """Wait for the engine's stream, once per step. Raise an error if work on the stream has failed."""
+        """Wait for all work on the engine's stream. Raise an error if some of this work has failed."""
         if not self._streams:
             return
         try:
@@ -74,7 +74,7 @@ class Executor:
     """Runs batches in order, by default on its own thread, so that the engine thread can prepare the next batch."""
 
     def __init__(self, work: Work, *, threaded: bool = True) -> None:
-        """If `threaded` is False, `submit` runs the batch itself. Use this if only one batch is in flight at a time."""
+        """If `threaded` is False, `submit` runs the batch. This suits callers with one batch in flight at a time."""
         self._work = work
         self._inbound: SimpleQueue[BatchData | None] = SimpleQueue()
         self._outbound: SimpleQueue[BatchData] = SimpleQueue()

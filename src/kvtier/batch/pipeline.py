@@ -49,7 +49,7 @@ class Ticket:
         self.status = TicketStatus.RUNNING
         self.error: BaseException | None = None
         self.has_run = False
-        """True if SETUP of a batch with this request has succeeded. If the request returns later, it is resumed."""
+        """True if SETUP of a batch with this request has succeeded. See RowOrder for the rows of resumed requests."""
         self._outcome = TicketStatus.FINISHED
         self._in_flight = in_flight
         self._on_retire = on_retire
@@ -95,8 +95,9 @@ class RowOrder:
     """The rows of a batch. Consecutive batches with the same rows in the same order share one RowOrder.
 
     The rows of generating requests come first, and all other rows follow. Within each of these two groups, the rows of
-    the previous batch are first and keep their order. Rows of resumed requests follow, and rows of requests that have
-    never run are last. The permutation marks both kinds as new.
+    the previous batch are first and keep their order. The rows of resumed requests follow: these requests ran in an
+    earlier batch, but not in the previous one. The rows of requests that have never run are last. The permutation marks
+    the rows of both kinds of requests as new.
     """
 
     __slots__ = ("row_of", "stay", "tickets")
@@ -134,7 +135,7 @@ class Pipeline:
 
     Call all methods on the engine thread. The requests of a BatchData are Tickets. An error in an op of a batch fails
     only the requests of this batch. After an error in a device op, the order of rows on the device is unknown. Later
-    batches in flight are then skipped, or their results are discarded. The batch after them takes over no rows.
+    batches in flight are then skipped, or their results are discarded. All rows of the batch after them are new.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class Pipeline:
 
         After a failure on the device, first collect all batches in flight. Requests that are not in `tickets` are
         preempted and can be resumed later. Retiring requests in `tickets` are ignored. The rows of `generating` come
-        first (see RowOrder). `tokens` is the number of tokens of this step on each rank.
+        first (see RowOrder). `tokens` contains the number of tokens of this step for each rank.
         """
         chosen = list(tickets)
         if self._broken_at is not None:
@@ -216,7 +217,7 @@ class Pipeline:
         tokens: Sequence[int] = (),
         work: Any = None,
     ) -> BatchData:
-        """Submit a batch like `step`, but collect other batches only until a phase is free.
+        """Submit a batch like `step`, but collect other batches only if no phase is free.
 
         `work` is passed to the modules. If SETUP fails, the returned batch has an error and is not in flight.
         """
@@ -369,7 +370,7 @@ class Pipeline:
             raise error
 
     def _give_up(self, batch: BatchData, side: Side) -> None:
-        """Free the slot of a batch after an error. If the batch failed itself, fail its requests with that error."""
+        """Free the slot of a batch after an error. If the error occurred in this batch, fail its requests with it."""
         self._streams.settle(side)
         batch.abandon()
         self._free.append(batch)

@@ -53,7 +53,7 @@ class Timeline:
     def span(
         self, name: str, *, track: str, phase: int, step: int, num_rows: int, stream: Stream | None = None
     ) -> Iterator[TimelineSpan]:
-        """Record the time of the `with` body, even if it raises, and of the work that it enqueues on `stream`."""
+        """Record the times of the `with` body and of the work that it enqueues on `stream`, even if the body raises."""
         origin, begin = self._origin(stream), _mark(stream)
         span = TimelineSpan(name, track, phase, step, num_rows, time.perf_counter())
         try:
@@ -97,7 +97,7 @@ class Timeline:
         return len(spans)
 
     def _origin(self, stream: Stream | None) -> tuple[Event, float] | None:
-        """Return a reference event and its host time, recorded once per placement, or None without a stream."""
+        """Return the reference event of a stream's placement and its host time. Without a stream, return None."""
         if stream is None:
             return None
         with self._lock:

@@ -58,7 +58,7 @@ class CacheAdmin:
         return tree.demote(tree.tiers[0], chain)
 
     def drop(self, chain: Chain) -> int:
-        """Drop a prompt's full blocks and all their descendants from every tier. Return the number dropped from memory.
+        """Drop a prompt's unshared blocks and their descendants from every tier. Return the number dropped from memory.
 
             system ─┬─ [ this prompt ]── completions     dropped, except the blocks of `system`
                     └─ other prompts                     kept

@@ -55,7 +55,7 @@ class Allocation:
 
     lease: Lease
     is_loading: bool = field(init=False, default=False)
-    """True from the call of `allocate` that starts or awaits loads until CacheManager.is_ready returns True."""
+    """True while the allocation waits for loads. `allocate` sets it, and CacheManager.is_ready clears it."""
     loads: tuple[int, ...] = field(init=False, default=())
     """Ids of the loads in flight, if these loads bring all missing blocks. Empty if loads of another allocation bring
     some of the missing blocks, because a step then cannot wait layer by layer."""
@@ -65,8 +65,8 @@ class Allocation:
     """Number of tokens that need not be computed, including the tokens that `copy` copies. CacheManager.allocate lowers
     the number if it cannot reserve a slot for the copy."""
     source: Lease | None = field(init=False, default=None)
-    """Lease on the source block of `copy`. It ends after the first step, with the allocation, or if `allocate` has no
-    slot for the copy."""
+    """Lease on the source block of `copy`. It ends when the first step has run, when the allocation ends, or when
+    `allocate` finds no slot for the copy."""
     copy: BlockCopy | None = field(init=False, default=None)
     decision: LoadDecision | None = field(init=False, default=None)
     """Decision to load or to compute matched blocks that are not on the device. None if no decision was made."""

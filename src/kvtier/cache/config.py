@@ -110,8 +110,8 @@ class HostConfig:
     free_share: float = 0.0
     """Share of the host blocks to keep free by evicting blocks in advance. Leased blocks are not evicted."""
     exclusive: bool = True
-    """If True, blocks that are also on the device are evicted first. They are saved again when the device is about to
-    evict them. If False, or if another engine owns the device blocks, eviction ignores which blocks the device has."""
+    """If True, the host first evicts blocks that are also on the device. They are saved again when the device is about
+    to evict them. If False, or if another engine owns the device blocks, the host ignores what the device has."""
     ahead_share: float = 1 / 12
     """Number of blocks that an exclusive host tier saves before the device evicts them, as a share of the device
     blocks. The number is at most a quarter of the host blocks. With a low share, the device evicts some blocks before

@@ -103,7 +103,7 @@ class OnlineLeastSquares:
 
 
 def _solutions(squares: Matrix, products: list[float], used: list[int]) -> list[list[float]]:
-    """Return all best costs. If amounts are collinear, these are the best costs without each of the amounts."""
+    """Return all best solutions. If amounts are collinear, leave out each amount in turn and join the solutions."""
     best = _least_squares(squares, products, used)
     if best is not None:
         return [best]
@@ -190,7 +190,7 @@ class CostModel:
         """Decide whether to load or to compute tokens [first, first + num_tokens) of a request.
 
         `num_blocks` counts the blocks to load on each link, including blocks that are already queued there. Set `again`
-        for a repeated decision on one request, so that the request counts only once as a refused load.
+        if the same request was decided before. The request then does not count as a refused load again.
         """
         times = [self.transfer_seconds(link, count) for link, count in num_blocks.items() if count]
         load = sum(time for time in times if time is not None) if None not in times else None

@@ -86,8 +86,8 @@ class ForeignDevice:
 
         Update `point`. Return a dict from transfer id to the device blocks that the transfer reads. Later calls for a
         point continue after its first `num_blocks` blocks. If the host has lost some of these blocks since the previous
-        call, nothing more is saved for this request. Usually the host is too small for the running requests and has
-        evicted the blocks. It would then evict new copies too.
+        call, nothing more is saved for this request. Such a host is usually too small for the running requests, and
+        would evict new copies too.
         """
         room = self._max_saving - self._transfers.num_blocks(Route.DEVICE_TO_HOST)
         if room <= 0 or point.is_over:
@@ -136,7 +136,7 @@ class ForeignDevice:
     def _append(
         self, lease: Lease, table: Sequence[int], stop: int, room: int, now: float, point: SavePoint
     ) -> dict[int, I32]:
-        """Save blocks from the leased path to `stop`, as far as slots and `room` allow. Update `point`.
+        """Save the blocks from the end of the leased path to `stop`, as far as slots and `room` allow. Update `point`.
 
         If no copy starts, release the lease.
         """

@@ -409,7 +409,7 @@ class CacheManager:
         return _most_tokens(chain, max_tokens) // self.namespace.block_tokens
 
     def _device_states(self, lease: Lease) -> bytes:
-        """Return the device state of each matched block, or b"" if there is only one tier, where all are readable."""
+        """Return the device state of each matched block. With one tier, all are readable, and the result is empty."""
         if len(self.tree.tiers) == 1 or not lease.num_matched:
             return b""
         return block_states(lease, self._device, 0, lease.num_matched)
@@ -488,7 +488,7 @@ class CacheManager:
     def _on_transfer_done(self, done: PendingTransfer) -> None:
         """Handle a completed transfer. Offer saved blocks to the stores. Record times of complete loads and fetches."""
         route, transfer = done.transfer.route, done.transfer
-        if route is Route.DEVICE_TO_HOST:  # HostWriter._chain_of: without tokens, no store needs the blocks
+        if route is Route.DEVICE_TO_HOST:  # stores do not need blocks of a chain without tokens (HostWriter._chain_of)
             for queue in self._store_queues if 1 in done.arrived and done.lease.chain.num_tokens else ():
                 queue.on_blocks_ready(done.lease, done.first, done.stop, queue=True)
         elif route is Route.HOST_TO_STORE:

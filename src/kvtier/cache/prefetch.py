@@ -37,7 +37,7 @@ class Prefetch:
     waiting_for: set[int] = field(default_factory=set)
     """Ids of unanswered probes and of transfers in flight."""
     is_over: bool = False
-    """True if nothing is left to fetch, or after a reset of the cache. The maximum wait does not set it."""
+    """True if nothing is left to fetch, or after a reset of the cache. Not set when the maximum wait has passed."""
     is_retry: bool = False
     """True after a retry. A prefetch is retried at most once."""
     num_blocks: int = 0
@@ -48,7 +48,7 @@ class Prefetch:
 
 
 class Prefetcher:
-    """Fetches blocks to the host. A run of blocks comes from the first store that contains the first of these blocks.
+    """Fetches blocks to the host. Each run of blocks comes from the nearest store that contains its first block.
 
     With a `cost_model`, a prefetch fetches no blocks if the model decides to compute them.
     """

@@ -169,8 +169,8 @@ class HostWriter:
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
         """Copy the device blocks of a job that the host lacks. Return the number of copies and the rest of the job.
 
-        The rest is the part beyond `room`, or None. If the host slots run out, drop the rest. An exclusive host tier
-        uses only its free slots, unless `job.always` or `is_early` is set.
+        The rest is the part beyond `room`. It is None if nothing is left, or if the host slots run out. An exclusive
+        host tier uses only its free slots, unless `job.always` or `is_early` is set.
         """
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
@@ -310,12 +310,12 @@ class StoreIndex:
 
     @property
     def num_known(self) -> int:
-        """Number of recorded blocks of which at least one rank's part is in the store."""
+        """Number of recorded blocks, without the blocks that are being written."""
         known, writes = self._known, self._writes.values()
         return len(known) - sum(known.get(key) is copies for keys, copies in writes for key in keys)
 
     def num_leading(self, keys: Sequence[bytes], first: int = 0) -> int:
-        """Count the consecutive keys, beginning at index `first`, that the store has for all ranks as far as known."""
+        """Count the consecutive keys, beginning at index `first`, that are recorded as stored by all ranks."""
         known, everyone = self._known, self._all_ranks
         for at in range(first, len(keys)):
             copies = known.get(keys[at])
@@ -395,7 +395,7 @@ class StoreIndex:
             self._events.written(done.lease, done.first, written, self._tree.namespace)
 
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
-        """Write at most `room` host blocks of a job that the store lacks. Return their number and the rest, if any."""
+        """Write at most `room` host blocks of a job that the store lacks. Return their number and the rest, or None."""
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
             return 0, None

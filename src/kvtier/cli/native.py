@@ -14,7 +14,7 @@ from kvtier.storage.checksum import SOURCE as STORAGE
 
 
 def build_native(options: argparse.Namespace) -> int:
-    """Compile all libraries. Return 1 if compiling the last variant of any library failed."""
+    """Compile all libraries. Return 1 if a library has no variant that runs on every processor."""
     folder = Path(options.folder).resolve()
     folder.mkdir(mode=0o755, parents=True, exist_ok=True)
     failed = False
@@ -24,5 +24,5 @@ def build_native(options: argparse.Namespace) -> int:
             row = {"library": source.package, "variant": variant.name, "path": str(path), "error": error}
             text = "{library} ({variant}): {error}" if error else "{library} ({variant}): {path}"
             print(json.dumps(row) if options.json else text.format(**row))
-        failed |= bool(error)  # the last variant runs on every processor
+        failed |= bool(error)  # the error of the last variant, which runs on every processor
     return int(failed)

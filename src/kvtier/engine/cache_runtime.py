@@ -290,7 +290,7 @@ class CacheRuntime:
 
     def drop(self, chain: Chain) -> int:
         """Drop a prompt as CacheAdmin.drop describes. Return the number of blocks dropped from memory."""
-        self._drain()  # a planned write to a store that ended after the deletion would restore the blocks
+        self._drain()  # otherwise a planned write to a store could end after the deletion and restore the blocks
         num_dropped = self._admin.drop(chain)
         self._drain()
         return num_dropped

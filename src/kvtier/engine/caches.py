@@ -22,8 +22,8 @@ from kvtier.worker.sharding import Sharding
 if TYPE_CHECKING:
     from kvtier.engine.engine import EngineConfig
 
-# Maximum number of recorded keys for each block that fits in a store. The record loses its oldest keys first, but the
-# store evicts its least recently used blocks. With 1, the record would lose keys of blocks that the store still has.
+# Limit on the recorded keys of a store, as a multiple of the blocks that fit in the store. The record drops its oldest
+# keys, but the store evicts its least recently used blocks. With a limit of 1, keys would be dropped too early.
 _KNOWN_PER_BLOCK = 4
 StoreOrUrls = Store | str | Sequence[str]
 """An open store, or one or several URLs for `open_store`. The engine closes the store in both cases."""
@@ -101,7 +101,7 @@ def _open_stores(
 ) -> tuple[dict[str, Store | ShardStores], dict[str, tuple[str, ...]]]:
     """Return all stores by name, and the URLs of the stores that this function opened.
 
-    `opened` then closes the opened stores. Both results are empty without prefix caching.
+    Register the closing of these stores in `opened`. Both results are empty without prefix caching.
     """
     names = [each.name for each in config.stores]
     if {*names} != {*stores}:

@@ -452,7 +452,7 @@ def _ghost(config: EngineConfig) -> GhostCache | None:
         return None
     own = max(config.cache.num_blocks, config.cache.host.num_blocks if config.cache.host is not None else 0)
     sizes = [max(1, round(own * scale)) for scale in config.ghost_scales]
-    # The learned policy takes longer per block than other policies, so its simulations use fewer sampled blocks.
+    # The learned policy takes longer per block than other policies, so it is simulated with a smaller sample.
     learned = GhostCache(config.block_tokens, own, policy, capacities=sizes, policies=["learned"])
     if policy == "learned":
         return learned

@@ -102,7 +102,7 @@ class BatchLayout:
         return cls(numbers, tables, tuple(query_lens.tolist()), tuple(contexts.tolist()))
 
     def batch(self, numbers: torch.Tensor, tables: torch.Tensor) -> ForwardBatch:
-        """Return the batch for the concatenated `numbers` and the tables on the device."""
+        """Return the batch. `numbers` (concatenated) and `tables` are already on the device."""
         parts = numbers[: sum(map(len, self.numbers))].split([len(each) for each in self.numbers])
         ids, positions, slots, starts, contexts, logit_rows = parts
         return ForwardBatch(

@@ -34,8 +34,8 @@ class DecodeGraphs:
         self.max_rows = self._sizes[-1]
         self._inputs = _padded(self.max_rows, min(len(cache), rows.tables.front.shape[1]), cache.device)
         self._tokens = torch.zeros(self.max_rows, dtype=torch.int64, device=cache.device)
-        # A graph reads three numbers: the index (0 or 1) of the front tensor of `rows.heads`, the same index for
-        # `rows.tables` (`warp` exchanges the two tensors of a State), and the number of rows.
+        # A graph reads three numbers: the index (0 or 1) of the front tensor of `rows.heads`, the index of the front
+        # tensor of `rows.tables`, and the number of rows. `State.warp` exchanges the front and the back tensor.
         self._control = torch.zeros(3, dtype=torch.int32, device=cache.device)
         self._firsts = rows.heads.front.data_ptr(), rows.tables.front.data_ptr()
         self._known = 0, 0, 0

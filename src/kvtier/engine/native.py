@@ -19,8 +19,8 @@ from kvtier.native_code import X86_VARIANTS, Native, NativeSource, features, loa
 MAX_TOKENS = 16
 """On every type of processor, `EngineNative.linear` is faster than torch for up to this number of tokens."""
 _LANES, _BLOCK = 16, 32  # rows per tile of a packed matrix, elements per block of a quantised row
-# The result of a token must not depend on the number of tokens. Therefore no -ffast-math, with which the compiler could
-# reorder sums. By default, gcc 13 does not fuse multiply and add for some processors if a loop adds to one sum only.
+# The result of a token must not depend on the number of tokens. -ffast-math is not used, because it could reorder sums.
+# Without avoid-fma-max-bits=0, gcc 13 does not fuse multiply and add in some loops on some processors.
 _FLAGS = (
     *("-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
     "--param=avoid-fma-max-bits=0",

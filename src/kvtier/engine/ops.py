@@ -92,7 +92,7 @@ def _gathered(cache: Tensor, table: Tensor, context: int) -> tuple[Tensor, Tenso
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute attention for q [queries, heads, dim] over k and v [context, kv_heads, dim], causal without a mask."""
+    """Compute attention for q [queries, heads, dim] over k and v [context, kv_heads, dim]. No mask means causal."""
     q, k, v = (each.transpose(0, 1).unsqueeze(0) for each in (q, k, v))
     has_groups = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=has_groups)

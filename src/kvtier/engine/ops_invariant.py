@@ -1,9 +1,9 @@
 """Batch-invariant operations on the CPU in float32. The result for a token depends only on the token's sequence.
 
-Matrix libraries choose a kernel by the shape of the input, and kernels differ in the order of additions. A token that
-is computed alone can therefore differ in the last bits from the same token in a batch. Here, all inputs have equal
-shapes. Matrix products use tiles of TILE tokens. Attention uses tiles of TILE queries and KEYS keys. Missing rows are
-zeros. Missing keys are masked and have the weight 0. The query at position p is always row p % TILE of its tile.
+Matrix libraries choose a kernel by the shape of the input, and kernels differ in the order of additions. The result for
+a token alone can therefore differ in the last bits from its result in a batch. Here, all inputs have equal shapes.
+Matrix products use tiles of TILE tokens. Attention uses tiles of TILE queries and KEYS keys. Missing rows are zeros.
+Missing keys are masked and have the weight 0. The query at position p is always row p % TILE of its tile.
 
 Results are invariant only if the library computes a row independently of other rows and of the row's place in a tile.
 `_try_out` tests this for matrix products, norms and activations, before the first use of each shape and thread count.
@@ -103,7 +103,7 @@ def _attend_tile(q: Tensor, first: int, context: int, cache: Tensor, table: Tens
 
 @functools.cache
 def _mask(offset: int, group: int) -> Tensor:
-    """Return a mask of the keys after each query. Query 0 is at key `offset`. Each query has `group` equal rows."""
+    """Return a mask, True for keys after the query. Query i is at key i + `offset`, and has `group` equal rows."""
     return torch.arange(KEYS) > (torch.arange(TILE) + offset).repeat_interleave(group)[:, None]
 
 

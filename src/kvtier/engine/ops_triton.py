@@ -1,7 +1,7 @@
 """CUDA operations in Triton, with fused kernels for the operations between matrix products.
 
-The prefill kernel uses tiles of queries. The decode kernel, and with few tiles also the prefill kernel, splits the keys
-among programs. Both kernels read keys and values in place from the strided cache of one layer, [blocks, 2,
+The prefill kernel uses tiles of queries. The decode kernel splits the keys among programs. With few tiles, the prefill
+kernel does so too. Both kernels read keys and values in place from the strided cache of one layer, [blocks, 2,
 block_tokens, kv_heads, head_dim]. The grid of the decode kernel depends only on shapes and not on values in device
 memory. A decode step can therefore be captured in a CUDA graph and replayed with other context lengths.
 """
@@ -29,8 +29,8 @@ from kvtier.engine.weights import Linear
 _TILE = (64, 64, 4, 2)
 _TILE_SMALL_HEADS = (128, 64, 4, 3)  # head_dim up to 64
 _TILE_F32 = (32, 32, 4, 3)  # Triton unrolls float32 dots: tiles of 128 x 64 would take minutes to compile
-# Keys per iteration and warps of the decode kernel. With 2 warps, 256 rows over 1k keys take 245 us instead of 256, and
-# 128 rows 143 us instead of 134 (a layer with the heads of Llama-3-8B, H200, measured on 2026-11-20).
+# Keys per iteration and warps of the decode kernel. Time with 2 and with 4 warps: 245 and 256 us for 256 rows over 1k
+# keys, 143 and 134 us for 128 rows (a layer with the heads of Llama-3-8B, H200, measured on 2026-11-20).
 _SPLIT_KEYS, _SPLIT_WARPS, _SPLIT_WARPS_F32 = 64, 2, 4
 _MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024  # maximum shares of the keys of a prefill tile, minimum keys per share
 
@@ -260,7 +260,7 @@ def _decode(
 ):  # fmt: skip
     """Compute attention for the query heads of a KV head over one share of the keys.
 
-    Store sums for `_combine` in `partial_ptr`. If SPLITS is 1, store the final result there.
+    Store the final result in `partial_ptr` if SPLITS is 1, otherwise sums for `_combine`.
     """
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts_ptr + sequence)
@@ -384,7 +384,7 @@ def _processors(device: torch.device) -> int:
 
 
 def num_splits(programs: int, device: torch.device) -> int:
-    """Return the number of shares per sequence: the largest power of two for at most four programs per SM, up to 64.
+    """Return the number of shares per sequence: the largest power of two with at most four programs per SM, up to 64.
 
     Time of one layer with the heads of Llama-3-8B in us, with 132 SMs (H200, measured on 2026-11-20):
         rows x context   2 x 32k   8 x 8k   16 x 32k   24 x 1k   32 x 8k   48 x 1k   64 x 1k

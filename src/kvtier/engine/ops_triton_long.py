@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Minimum queries and queries x keys. Smaller chunks use the paged kernel, which needs no copy. TFLOP/s for the heads of
-# Llama-3-8B (H200, measured on 2026-11-19):
+# Minimum number of queries, and of queries x keys, for this kernel. Smaller chunks use the paged kernel, which needs no
+# copy. TFLOP/s for the heads of Llama-3-8B (H200, measured on 2026-11-19):
 #     queries/keys   512/512   512/2k   512/8k   2k/2k   2k/8k   8k/8k   32k/32k
 #     paged kernel        32      145      267     183     329     345       380
 #     this kernel         20      123      298     202     438     492       488
@@ -82,7 +82,7 @@ def _gather(
     cache_ptr, table_ptr, out_ptr, context, block_stride, kv_stride, out_stride,
     TOKEN: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """Copy up to COPIED elements of a block's keys or values. Each of the two has BLOCK elements, TOKEN per token."""
+    """Copy up to COPIED elements of a block's keys or values. A block has BLOCK elements of each, TOKEN per token."""
     index, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     block = tl.load(table_ptr + index).to(tl.int64)
     at = tl.program_id(1) * COPIED + tl.arange(0, COPIED)
@@ -106,8 +106,8 @@ def supports_long(q: Tensor, kv_heads: int) -> bool:
 def gather(cache: Tensor, table: Tensor, context: int) -> Tensor:
     """Return the keys and values of a sequence, [2, at least context, kv_heads, head_dim].
 
-    Rows from `context` on are undefined. The number of rows is a power of two. The memory allocator of torch can then
-    reuse the memory of the previous layer and, if the context has grown, the memory of the previous chunk.
+    Only the first `context` rows are defined. The number of rows is a power of two, so that the memory allocator of
+    torch can reuse the memory of the previous layer and often, when the context has grown, that of the previous chunk.
     """
     _, _, block_tokens, kv_heads, dim = cache.shape
     token = kv_heads * dim

@@ -106,9 +106,9 @@ class Ranks:
             self._num_ended[rank - 1] -= 1
 
     def error_of(self, error: BaseException) -> BaseException:
-        """Return the most likely cause of `error`, which ends the engine, after a step failed on rank 0.
+        """Return the most likely cause of `error`, with which a step failed on rank 0. The engine cannot continue.
 
-        Other ranks may still run that step. If one rank is lost, all_reduce fails on every rank.
+        The cause may be another rank, because all_reduce fails on every rank if one rank is lost.
         """
         if not isinstance(error, Exception):
             self._fail(f"rank 0 was stopped in a step by {type(error).__name__}")

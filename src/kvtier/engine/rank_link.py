@@ -82,7 +82,7 @@ def receive(connection: Connection[Any, Any], timeout: float | None = None) -> A
 
 
 def rendezvous(path: str, num_ranks: int) -> Any:
-    """Open the file through which the ranks connect. The folder must be private and must outlive the process group.
+    """Open the file through which the ranks connect. Its folder must be private and must outlive the process group.
 
     NCCL reads the file again whenever it creates a communicator. torch's TCPStore is not used, because it would listen
     on all interfaces and accept every connection.

@@ -67,7 +67,7 @@ class Staging:
         self.host[...] = 0
 
     def send(self, copy: BatchCopy, first: Any, count: Any) -> None:
-        """Add copies to the device. Copy i has `count[i]` elements and begins at element `first[i]`."""
+        """Add copies from the host to the device. Copy i has `count[i]` elements and begins at element `first[i]`."""
         copy.pieces(self._host, first, count, self._there, first)
 
     def fetch(self, copy: BatchCopy, count: int) -> None:
@@ -101,7 +101,7 @@ class _PhaseRows:
         self.added = Added([], [], [])
         """Blocks that the tables on the device lack."""
         self.fills: list[tuple[int, I64, Any]] = []
-        """Token counts to fill: the slots, and the tokens and counts of RequestSampler.counts."""
+        """Token counts to fill, as (slot, tokens, counts). RequestSampler.counts returns tokens and counts."""
         self.slots: list[int] = []
         """The slots of the rows in the token counts."""
         self.rows: Sequence[RowInput] = ()
@@ -133,7 +133,7 @@ class DeviceRows:
         for state in (self.heads, self.tables):
             state.front.zero_()
             state.back.zero_()
-        num_numbers = 4 * max_tokens + 4 * max_rows + 1  # for BatchLayout.numbers and the two columns of `written`
+        num_numbers = 4 * max_tokens + 4 * max_rows + 1  # for BatchLayout.numbers and `written` (see `setup`)
         self._phases = [_PhaseRows(max_rows, max_blocks, num_numbers, placement) for _ in range(num_phases)]
         self.counts = torch.zeros(max_rows, vocab, dtype=torch.int32, device=device)
         """Token counts of rows with penalties (sampling.IN_PROMPT). Rows keep their slots, because counts are large."""

@@ -61,7 +61,7 @@ class EngineRunner:
         deliver: Callable[[Output | None], object],
         **options: Any,
     ) -> Future[str]:
-        """Add a request. Until `leave`, the engine thread passes each output to `deliver`, and None after the last."""
+        """Add a request. The engine thread calls `deliver` with each output, then with None. `leave` ends the calls."""
 
         def add(engine: Engine) -> str:
             name = engine.add(prompt, params, **options)

@@ -74,7 +74,7 @@ class TokenRestrictions:
         self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def apply(self, logits: torch.Tensor, output: Sequence[int]) -> None:
-        """Change the row of logits for the token after `output` in place."""
+        """Apply the restrictions, in place, to the logits of the token that follows `output`."""
         tokens, biases, is_forbidden = self._on(logits)
         if len(tokens):
             scores = logits[tokens]

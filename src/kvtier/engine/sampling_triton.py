@@ -99,7 +99,7 @@ def _weigh(logits, at, vocab, highest, scale, WEIGHTED: tl.constexpr):
 
 @triton.jit
 def _above(logits, vocab, highest, scale, cut, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the sum of weights of scores above `cut`, the weight of one score at `cut`, and the number at `cut`."""
+    """Return the weight of all scores above `cut`, the weight of one score at `cut`, and how many are at `cut`."""
     above, equal, count = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.int32)
     for first in range(0, vocab, CHUNK):
         at = first + tl.arange(0, CHUNK)
@@ -112,7 +112,7 @@ def _above(logits, vocab, highest, scale, cut, WEIGHTED: tl.constexpr, CHUNK: tl
 
 @triton.jit
 def _threshold(logits, vocab, highest, scale, lowest, goal, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the highest threshold from `lowest` up such that tokens with at least this score weigh `goal` or more."""
+    """Return the highest threshold >= `lowest` for which all scores >= the threshold together weigh at least `goal`."""
     low, high = _key(lowest), _key(highest)
     while low < high:
         step = (high - low + 3) // 4
@@ -136,7 +136,7 @@ def _threshold(logits, vocab, highest, scale, lowest, goal, WEIGHTED: tl.constex
 
 @triton.jit
 def _last_tie(logits, vocab, cut, ties, CHUNK: tl.constexpr):
-    """Return the last of the first `ties` tokens with the score `cut`, in the order of the token ids."""
+    """Take the `ties` lowest ids of tokens with the score `cut`, and return the highest of these ids."""
     last, seen = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     for first in range(0, vocab, CHUNK):
         at = first + tl.arange(0, CHUNK)
@@ -148,7 +148,7 @@ def _last_tie(logits, vocab, cut, ties, CHUNK: tl.constexpr):
 
 @triton.jit
 def _kept(logits, at, vocab, highest, scale, min_p, cut, last):
-    """Return the weight of each kept token, and 0 for the others. Tokens with the score `cut` are kept up to `last`."""
+    """Return the weight of each kept token, and 0 for others. Tokens with the score `cut` are kept up to id `last`."""
     score, weight = _weigh(logits, at, vocab, highest, scale, True)
     return tl.where(((score > cut) | ((score == cut) & (at <= last))) & (weight >= min_p), weight, 0.0)
 
@@ -181,9 +181,9 @@ def _sample_rows(
 ):  # fmt: skip
     """Sample one row.
 
-    In a graph, `control_ptr` points to the number of the heads' front tensor (0 or 1), and at index 2 to the number of
-    rows. `other_heads` is the distance from the first tensor to the second. A graph skips rows that need the host. For
-    the other rows, the graph writes the next token and position to the heads, and counts the token.
+    In a graph, element 0 of `control_ptr` is the index (0 or 1) of the front tensor of the heads, and element 2 is the
+    number of rows. `other_heads` is the distance from the first tensor to the second. A graph skips rows that need the
+    host. For the other rows, the graph writes the next token and position to the heads, and counts the token.
     """
     row = tl.program_id(0).to(tl.int64)
     head, logits = heads_ptr + row * _COLUMNS, logits_ptr + row * vocab

@@ -101,7 +101,7 @@ class Stack:
 
 
 class S3FIFOMarks:
-    """Similar to policies.S3FIFO, but for marks instead of nodes, and with up to `capacity` ghosts."""
+    """Similar to policies.S3FIFO, but for marks instead of nodes. Remembers up to `capacity` evicted marks."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -205,8 +205,8 @@ class GhostCache:
     """Estimates hit rates from the requests that the tree records.
 
     `policy` and `capacity` describe the real cache. `rate` is the share of marks that are sampled. The default is 1/64,
-    or more if the real cache's shadow would otherwise hold fewer than 64 marks. The memory is limited: the sampled
-    bytes of 4096 prompts and, for each policy, a multiple of the marks that fit into all capacities together.
+    or more if the real cache's shadow would otherwise hold fewer than 64 marks. The memory is limited to the sampled
+    bytes of 4096 prompts and, for each policy, to a number of marks that is proportional to the capacities.
 
     `sparse` is a second GhostCache with a lower rate, for policies with slow shadows. `record` also records each
     request in `sparse`.

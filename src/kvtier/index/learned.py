@@ -59,7 +59,7 @@ class ClassQueue:
 
 
 class Learned:
-    """Evicts the lowest value first. The order is LRU before the first fit, and for a while after LRUGuard's alarms."""
+    """Evicts the lowest value first. Before the first fit, and for a while after alarms of LRUGuard, this is LRU."""
 
     name = "Learned"
 
