@@ -38,8 +38,8 @@ def files_digest(folder: Path) -> bytes:
     """Return a digest of a model's or adapter's files: names, sizes, whole configurations, and samples of the weights.
 
     Weights are sampled, because hashing whole files would take minutes. A sample is enough, because training changes
-    nearly every element of a matrix. In safetensors files, vectors and biases are sampled one by one, because the
-    samples of a file miss most of them.
+    nearly every element of a matrix. In safetensors files, each vector and each bias is also sampled on its own,
+    because the samples of a file miss most of them.
     """
     digest = hashlib.sha256()
     for path in model_files(folder):

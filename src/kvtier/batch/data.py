@@ -179,7 +179,7 @@ class BatchData:
             raise StateError(f"{op.name} cannot run, because phase {self.phase} {found}")
 
     def finish(self, op: BatchOp) -> None:
-        """Record that `op` has run, and free the slot after the last op. Work of a device op may still be queued."""
+        """Record that the host has run `op`, and free the slot after the last op. Device work may still be queued."""
         self.check(op)
         self.next_op = _NEXT[op]
         if self.next_op is None:

@@ -49,7 +49,7 @@ class Ticket:
         self.status = TicketStatus.RUNNING
         self.error: BaseException | None = None
         self.has_run = False
-        """True if SETUP of a batch with this request has succeeded. See RowOrder for the rows of resumed requests."""
+        """True if SETUP of a batch with this request has succeeded. RowOrder puts such requests before new requests."""
         self._outcome = TicketStatus.FINISHED
         self._in_flight = in_flight
         self._on_retire = on_retire
@@ -96,8 +96,8 @@ class RowOrder:
 
     The rows of generating requests come first, and all other rows follow. Within each of these two groups, the rows of
     the previous batch are first and keep their order. The rows of resumed requests follow: these requests ran in an
-    earlier batch, but not in the previous one. The rows of requests that have never run are last. The permutation marks
-    the rows of both kinds of requests as new.
+    earlier batch, but not in the previous one. The rows of requests that have never run are last. In the permutation,
+    all rows that were not in the previous batch are new.
     """
 
     __slots__ = ("row_of", "stay", "tickets")
@@ -147,9 +147,9 @@ class Pipeline:
         executor: Callable[[Work], Executor] = Executor,
         timeline: Timeline | None = None,
     ) -> None:
-        """With the default `executor`, copies and tasks on the CPU run on streams, as on a GPU.
+        """With the default `executor`, copies and tasks that an op enqueues on the CPU run on streams, as on a GPU.
 
-        With another `executor`, copies and tasks on the CPU run immediately, in the thread of the op.
+        With another `executor`, they run immediately, in the thread of the op.
         """
         if phases < 1:
             raise ArgumentError(f"a pipeline needs at least one phase, got {phases}")

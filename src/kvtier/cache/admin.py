@@ -107,7 +107,10 @@ class CacheAdmin:
         self.tier(tier).pool.resize(num_blocks)
 
     def _find_end(self, chain: Chain) -> tuple[Node | None, int]:
-        """Count a chain's leading blocks in the tree. Return their last node (a root or None if 0) and the count."""
+        """Return the node that contains a chain's last cached block, and the number of cached blocks.
+
+        If the number is 0, the node is a root or None.
+        """
         tree = self._manager.tree
         node, block, stop = tree.roots.get((chain.salt, chain.adapter)), 0, chain.num_blocks
         if node is None or not stop or chain.namespace != tree.namespace:

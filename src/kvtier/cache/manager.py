@@ -301,7 +301,7 @@ class CacheManager:
         self.tree.release(pin, used=False)
 
     def reset(self, namespace: Namespace | None = None) -> None:
-        """Drop all blocks in memory, not in stores. Running requests keep their slots. Use `namespace`, if given."""
+        """Drop all blocks in memory, not in stores. Running requests keep their slots. Set `namespace`, if given."""
         self.tree.reset(namespace)
         self.transfers.epoch += 1
         self._prefetcher.reset()

@@ -300,7 +300,7 @@ class StoreIndex:
         self._tree, self._host, self._transfers = tree, host, transfers
         self._known: dict[bytes, _Copies] = {}  # keys that are stored or being written, newest last
         self._looked_up: dict[int, _Copies] = {}
-        """Bit mask of ranks -> the instance that is shared by all keys that lookups found on exactly these ranks."""
+        """Bit mask of ranks -> the shared instance of all keys that lookups found on exactly these ranks."""
         self._all_ranks = (1 << transfers.num_ranks) - 1
         self._writes: dict[int, tuple[list[bytes], _Copies]] = {}  # by transfer id
         self.inventory_probe = 0 if config.is_shared else transfers.probe(config.name)

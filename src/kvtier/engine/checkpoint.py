@@ -99,7 +99,7 @@ class GgufFile:
             ) from error
 
     def _rows(self, name: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return the rows in Hugging Face order. Llama files interleave the two halves of each head of q and k."""
+        """Return the rows in Hugging Face order. GGUF files of Llama interleave the halves of each head of q and k."""
         rows = self._stored(self._tensor(name))
         if self.config.architecture != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
             return rows

@@ -94,8 +94,9 @@ class BatchLayout:
         owner = np.repeat(np.arange(len(sequences)), query_lens)
         positions = np.arange(starts[-1]) - starts[owner] + computed[owner]
         slots = tables[owner, positions // block_tokens].astype(np.int64) * block_tokens + positions % block_tokens
-        before = np.cumsum(wanted) - wanted  # number of logits of the earlier sequences
-        logit_rows = np.repeat(starts[1:] - wanted - before, wanted) + np.arange(int(wanted.sum()))  # the last rows
+        # The last wanted[i] rows of sequence i need logits. before[i] counts the logits of all earlier sequences.
+        before = np.cumsum(wanted) - wanted
+        logit_rows = np.repeat(starts[1:] - wanted - before, wanted) + np.arange(int(wanted.sum()))
         contexts = computed + query_lens
         ids = np.fromiter(itertools.chain.from_iterable(each.token_ids for each in sequences), np.int64)
         numbers = ids, positions, slots, starts, contexts, logit_rows

@@ -186,7 +186,7 @@ class ModelForward(Module):
             self._ranks.end_step()
 
     def _score(self, batch: ForwardBatch, run: StepRun) -> torch.Tensor:
-        """Compute a batch in which prompt tokens are scored. Return the logits of the tokens to sample."""
+        """Compute a batch and score its prompt tokens. Return the logits for the tokens to sample."""
         group, rows = self._groups[0], run.rows
         hidden = group.model.forward(batch, group.cache, run.transfers.before_layer(0))
         counts = np.array([[len(each.scored), each.num_sampled] for each in rows])
@@ -280,7 +280,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[RowInput], depth: int, resident: 
 
 
 def _accept(run: StepRun, rows: Sequence[RowInput], drawn: Drawn, tokens: list[int], depth: int) -> list[bool]:
-    """Record a sample of each row that has not failed or ended. Return True for each row that accepts draft `depth`."""
+    """Record the sample of each row that has not failed or ended. Return True for rows that accept draft[depth]."""
     is_match = []
     samplers = [each.sequence.sampler for each in rows]
     for (row, *_), sampler, one in zip(rows, samplers, to_samples(drawn, tokens, samplers), strict=True):

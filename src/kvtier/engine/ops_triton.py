@@ -32,7 +32,7 @@ _TILE_F32 = (32, 32, 4, 3)  # Triton unrolls float32 dots: tiles of 128 x 64 wou
 # Keys per iteration and warps of the decode kernel. Time with 2 and with 4 warps: 245 and 256 us for 256 rows over 1k
 # keys, 143 and 134 us for 128 rows (a layer with the heads of Llama-3-8B, H200, measured on 2026-11-20).
 _SPLIT_KEYS, _SPLIT_WARPS, _SPLIT_WARPS_F32 = 64, 2, 4
-_MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024  # maximum shares of the keys of a prefill tile, minimum keys per share
+_MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024  # maximum number of shares per prefill tile, minimum keys per share
 
 
 @triton.jit
@@ -390,8 +390,8 @@ def num_splits(programs: int, device: torch.device) -> int:
         rows x context   2 x 32k   8 x 8k   16 x 32k   24 x 1k   32 x 8k   48 x 1k   64 x 1k
         shares                32        8          4         2         2         1         1
         time                68.4     67.9        485      33.8       248      57.9      66.0
-        with half            80.2     79.7        580      40.0       284
-        with twice          74.1     71.8        519      38.8       263      66.7      72.4
+        half the shares     80.2     79.7        580      40.0       284
+        twice the shares    74.1     71.8        519      38.8       263      66.7      72.4
     """
     most = min(64, max(1, 4 * _processors(device) // programs))
     return int(1 << most.bit_length() - 1)

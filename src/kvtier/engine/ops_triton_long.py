@@ -107,7 +107,7 @@ def gather(cache: Tensor, table: Tensor, context: int) -> Tensor:
     """Return the keys and values of a sequence, [2, at least context, kv_heads, head_dim].
 
     Only the first `context` rows are defined. The number of rows is a power of two, so that the memory allocator of
-    torch can reuse the memory of the previous layer and often, when the context has grown, that of the previous chunk.
+    torch can often reuse the memory of the previous layer or chunk, even if the context has grown.
     """
     _, _, block_tokens, kv_heads, dim = cache.shape
     token = kv_heads * dim

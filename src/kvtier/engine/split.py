@@ -57,7 +57,7 @@ Weights = TypeVar("Weights", ModelWeights, LayerWeights, Linear)
 
 
 def with_tensors(weights: Weights, change: Callable[[torch.Tensor], torch.Tensor]) -> Weights:
-    """Return the weights after `change` was applied to every tensor, for example a copy. `Linear.packed` is kept."""
+    """Apply `change`, for example a copy, to every tensor. Return the new weights. `Linear.packed` is kept."""
     changed: dict[str, Any] = {}
     for each in fields(weights):
         value = getattr(weights, each.name)

@@ -356,7 +356,7 @@ def _from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 @functools.cache
 def _byte_letters() -> Mapping[str, int]:
-    """Return a map from the letters of byte-level BPE to bytes. Letters from U+0100 on stand for unprintable bytes."""
+    """Return a map from the letters of byte-level BPE to bytes. Letters above U+00FF stand for unprintable bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

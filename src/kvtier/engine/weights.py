@@ -70,7 +70,7 @@ class ModelWeights:
 
 
 class Products(StrEnum):
-    """Arithmetic of the CPU for products with quantised matrices in steps of at most native.MAX_TOKENS tokens."""
+    """How the CPU multiplies by quantised matrices. INTEGER applies only to steps of up to native.MAX_TOKENS tokens."""
 
     EXACT = "exact"
     """In float32, with the dequantised values."""

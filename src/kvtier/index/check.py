@@ -82,8 +82,8 @@ def _check_held(node: Node, tier: Tier) -> None:
 def _check_duplicate(node: Node, tier: Tier) -> None:
     """Check the entry of a node in `duplicates`.
 
-    A node must not be listed if it is leased, a next victim of the faster tier, or without blocks in one of the tiers.
-    Any other node must be listed if it has duplicates.
+    A node must not be listed if it is leased, if it is a next victim of the faster tier, or if one of the two tiers has
+    none of its blocks. Any other node must be listed if it has duplicates.
     """
     faster = tier.faster
     if faster is None:

@@ -34,13 +34,13 @@ Hits = np.ndarray[Any, np.dtype[np.bool_]]
 class Stack:
     """Shadows for LRU or FIFO, of all sizes at once. The size of a shadow is a number of marks.
 
-    A shadow of size n contains a mark if fewer than n other marks are newer. Leaves are evicted first, so the start of
-    a path is newer than its end. With LRU, each request moves its path to the newest end. With FIFO, only the requests
-    that added a block to the real cache move their paths.
+    A shadow of size n contains a mark if fewer than n other marks are newer. With LRU, each request moves its marks to
+    the newest end. With FIFO, only the requests that added a block to the real cache do so. The first mark of a request
+    then is the newest, because leaves are evicted first.
 
-        newest   | top: marks of the newest path, in order | times: last move of all other marks |   oldest
+        newest   | top: marks of the latest move, in order | times: last move of all other marks |   oldest
 
-    Marks that a request shares with the newest path, such as the marks of a system prompt, need no update.
+    Marks that a request shares with `top`, such as the marks of a system prompt, need no update.
     """
 
     def __init__(self, sizes: Sequence[int], *, fifo: bool = False) -> None:

@@ -59,7 +59,7 @@ class ClassQueue:
 
 
 class Learned:
-    """Evicts the lowest value first. Before the first fit, and for a while after alarms of LRUGuard, this is LRU."""
+    """Evicts the lowest value first. Uses LRU before the first fit, and for a while after an alarm of LRUGuard."""
 
     name = "Learned"
 
@@ -234,8 +234,8 @@ class Learned:
     def _tidy(self) -> None:
         """Drop entries that `victim` does not need.
 
-        Of the entries with _SINGLE, keep the lowest of each candidate. All withdrawn candidates of a class count as
-        one: when `victim` removes their entry, it adds the common entry of the young candidates again.
+        Of the entries with _SINGLE, keep the lowest of each candidate, and one for all withdrawn candidates of a class
+        together. When `victim` removes the latter, it adds the common entry of the young candidates again.
         """
         queues = self._queues
         entries = [item for queue in queues.values() for item in (queue.item, queue.floor) if item is not None]
