@@ -1,8 +1,8 @@
-"""LearnedShadow: simulates the learned policy with sampled marks at several cache sizes (see ghost.py).
+"""LearnedShadow: simulates the learned policy at several cache sizes.
 
-The value of a block does not depend on the size of the cache. One table of values, learned from the uses of the sampled
-marks, therefore serves all sizes. A class consists only of the features `uses` and `new` (see labels.py), because the
-other features are not recorded. In a real cache, `uses` has most of the effect.
+It caches sampled marks instead of blocks. A mark is a hash of a prompt up to a position (see ghost.py). Values do not
+depend on the size of the cache, so one table of values serves all sizes. The table is learned from the uses of the
+marks. A class consists only of the features `uses` and `new` (see labels.py). The other features are not recorded.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class LearnedShadow:
     """Shadows for the learned policy, with a separate cache for each size."""
 
     ignores_repeats = True
-    """True: a request whose only mark is the newest mark is skipped. It would almost always be a hit at every size, and
-    only add a use."""
+    """True to skip requests whose only mark is the first mark of the previous request. It would almost always be a hit
+    at every size, and only its number of uses would change."""
 
     def __init__(self, sizes: Sequence[int], code: IndexNative | None = None) -> None:
         self._cells = Cells()
@@ -60,7 +60,7 @@ class LearnedShadow:
         self._marks: OrderedDict[int, Mark] = OrderedDict()
         """Last use of all recent marks, even if no cache holds them; oldest first."""
         self._ended: list[tuple[int, float, float, bool]] = []
-        """(class, age, weight, True for a use) of each mark that was used again or forgotten since the last fit."""
+        """(class, age, weight, True if used again) of each mark that was used again or forgotten since the last fit."""
         self._num_requests = 0
         self._until_fit = self._place = _FIRST_FIT  # places may start at any number >= 0
 
@@ -145,7 +145,7 @@ class LearnedShadow:
 
 
 class MarkCache:
-    """A cache of at most `size` marks. A class has a heap of marks, oldest first. Heaps may contain evicted marks."""
+    """A cache of at most `size` marks. The marks of each class form a heap, which may also contain evicted marks."""
 
     def __init__(self, size: int) -> None:
         self._size = size

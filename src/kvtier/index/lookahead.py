@@ -59,7 +59,7 @@ class Lookahead:
         return self._policy.victim()
 
     def pull(self, num_blocks: int) -> list[Node]:
-        """Queue victims of the policy until the queue has `num_blocks` blocks or no victim is left. Return them."""
+        """Fill the queue to `num_blocks` blocks with victims of the policy, if possible. Return these victims."""
         for node in self.queue:  # only the first node loses blocks by eviction, so count it again
             self._count(node)
             break
@@ -88,7 +88,7 @@ class Lookahead:
                 )
 
     def _count(self, node: Node) -> None:
-        """Record the number of a node's blocks in `queue`. A new node is added at the end."""
+        """Count the blocks of a node in the tier, and store the count in `queue`. Append the node if it is new."""
         held = node.held[self._tier]
         count = held.num_held if held is not None else 0
         self.num_blocks += count - self.queue.get(node, 0)

@@ -74,7 +74,7 @@ class MissList:
         cell: int = -1,
         value: float = 0.0,
     ) -> None:
-        """Record the removal of a node's blocks from index `block` on."""
+        """Record that the blocks of a node with index `block` or higher were removed."""
         removed = self._removed
         mark = (node.start + block, _crc_of(node, block), node.domain)
         removed[mark] = (reason, time, policy, cell, value)
@@ -93,7 +93,7 @@ class MissList:
         return Miss(block, MissReason.NEVER_SEEN)
 
     def add_head(self, node: Node) -> None:
-        """Record the first block of a prompt under the node's salt and adapter."""
+        """Record the salt and the adapter of a node that contains the first block of a prompt."""
         self._heads.setdefault(_crc_of(node, 0), set()).add(node.domain)
 
     def remove_head(self, node: Node) -> None:

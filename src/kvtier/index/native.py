@@ -26,7 +26,7 @@ _DOUBLE, _INT, _POINTER = ctypes.c_double, ctypes.c_int64, ctypes.c_void_p
 
 
 class TrackerState(ctypes.Structure):
-    """State of a ReuseTracker and its TouchLog, shared by Python and C. The pointers refer to arrays of the tracker."""
+    """State of a ReuseTracker and its TouchLog, shared by Python and C. Touches are numbered serially (tracker.py)."""
 
     now: float
     """Latest time that a call has passed as `now`."""
@@ -37,7 +37,7 @@ class TrackerState(ctypes.Structure):
     is_lru: int
     """1 if the order is LRU: before the first fit, and for a while after an alarm of the guard."""
     capacity: int
-    """Size of the LRU cache to compare with, in blocks."""
+    """Size in blocks of the simulated LRU cache. The guard compares the real cache with it."""
     next: int
     """Number of the next touch."""
     oldest: int
@@ -45,7 +45,7 @@ class TrackerState(ctypes.Structure):
     frontier: int
     """Number of the oldest touch that LRU would still hold."""
     num_in_lru: int
-    """Number of blocks that LRU would hold. They are the open blocks of all touches from `frontier` on."""
+    """Number of blocks that LRU would hold: the open blocks of touch `frontier` and all later touches."""
     num_requests: int
     """Requests since the last update of the guard. The next three fields count their blocks, hits and hits with LRU."""
     num_blocks: int
@@ -59,6 +59,7 @@ class TrackerState(ctypes.Structure):
         *((name, _INT) for name in ("version", "is_lru", "capacity", "next", "oldest", "frontier", "num_in_lru")),
         *((name, _INT) for name in ("num_requests", "num_blocks", "num_hits", "num_lru_hits", "until_fit")),
         *((name, _INT) for name in ("num_touches", "ring", "max_runs", "guard_requests", "running")),
+        # arrays of the tracker
         *((name, _POINTER) for name in ("left", "ends", "values", "floors", "rises_until", "uses_bin")),
     ]
 
@@ -79,7 +80,7 @@ class IndexNative:
         self._library = library
 
     def best_ratios(self, hits: F64, seconds: F64) -> F64:
-        """Return the highest ratio of hits to seconds from the start of each bucket to a later edge (see `gittins`)."""
+        """For each bucket, return the highest ratio of hits to seconds between its start and any later edge."""
         best = np.empty((len(hits), hits.shape[1] - 1))
         addresses = (array.ctypes.data for array in (hits, seconds, best))
         self._library.kvtier_best_ratios(len(hits), *addresses)

@@ -44,7 +44,7 @@ NO_SLOT = -1
 
 
 def mask_and(one: bytes, other: bytes | bytearray) -> bytes:
-    """Return the AND of two masks, which have one byte per block, 1 or 0."""
+    """Return the AND of two masks. A mask has one byte per block, which is 1 or 0."""
     if 0 not in other:
         return one
     return (int.from_bytes(one, "little") & int.from_bytes(other, "little")).to_bytes(len(one), "little")
@@ -151,7 +151,7 @@ class Node:
         return label + self.extras.get(self.start + block, b"") if self.extras else label
 
     def num_leading(self, table: bytes) -> int:
-        """Count the leading blocks that at least one tier can read (`table` is READABLE) or holds (IS_HELD)."""
+        """Count the leading blocks that have a wanted state in at least one tier. `table` is READABLE or IS_HELD."""
         union = 0
         for held in self.held:
             if held is not None:

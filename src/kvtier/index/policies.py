@@ -66,7 +66,7 @@ class CandidateHeap:
             self.num_blocks -= entry[1]
 
     def first(self) -> tuple[float, Node] | None:
-        """Return the lowest rank and the node with this rank."""
+        """Return the lowest rank and its node, or None if there are no candidates."""
         while self._heap:
             rank, number, node = self._heap[0]
             entry = self._entries.get(node)
@@ -97,7 +97,7 @@ class ARC:
         self._returned: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def offer(self, node: Node) -> None:
-        """Add the node to frequent if it was used or ever had a ghost, else to recent. A ghost adjusts the target."""
+        """Add the node to `_frequent` if it was used or ever had a ghost, else to `_recent`. Ghosts move the target."""
         if node in self:
             return
         mark, recent, frequent = fingerprint(node), self._recent_ghosts, self._frequent_ghosts
@@ -122,7 +122,7 @@ class ARC:
         return node in self._recent or node in self._frequent
 
     def victim(self) -> Node | None:
-        """Return the oldest node of recent if recent exceeds its target or frequent is empty, otherwise of frequent."""
+        """Return the oldest node of `_recent` if it exceeds its target or `_frequent` is empty, else of `_frequent`."""
         is_within = self._recent.num_blocks <= self._target and len(self._frequent) > 0
         is_frequent = is_within or not len(self._recent)
         first = (self._frequent if is_frequent else self._recent).first()

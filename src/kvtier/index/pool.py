@@ -54,8 +54,8 @@ class BlockPool:
         used       . . # # . . . # . .          _stop_of  {0: 2, 4: 7, 8: 10}     start of run -> end of run
         runs      [0,2)   [4,7)   [8,10)        _start_of {2: 0, 7: 4, 10: 8}     end of run -> start of run
 
-    `_bins[b]` contains the starts of runs with 2^(b-1) to 2^b - 1 slots. Every run in a bin above n.bit_length() has at
-    least n slots. If these bins contain a run, it is found without a search.
+    `_bins[b]` contains the starts of runs with 2^(b-1) to 2^b - 1 slots. To allocate n slots without a search, take any
+    run from a bin above n.bit_length(): all these runs have at least n slots.
     """
 
     def __init__(self, tier: str, num_slots: int) -> None:

@@ -11,8 +11,8 @@ class, and the value falls with age, the order of the values is LRU.
 
 The hazard at an age is the expected number of hits per second at that age, given that the block has not been used
 again before. It is the product of a common curve over age, a factor for each feature, a factor for the class, a shape
-over age for `uses`, and a shape over age for the class. Each factor is shrunk towards 1 by the weight of PRIOR typical
-observations, and the shape of the class by twice as many. Classes with few observations thus resemble other classes.
+over age for `uses`, and a shape over age for the class. Each factor and shape is shrunk towards 1 by the weight of
+PRIOR typical observations, or 2 * PRIOR for the shape of the class. Classes with few observations thus resemble others.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from kvtier.index.native import IndexNative
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
-# Age buckets in seconds: [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours. The last one also gets higher ages. In a
-# prototype, the width of the first bucket and the ratio (1.25 or more) had little effect on the hit rate. However, a
-# first bucket of 10 s was too coarse for agents.
+# Age buckets in seconds: [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours. The last bucket also contains
+# all higher ages. In a prototype, the width of the first bucket and the ratio (1.25 or more) had little effect on the
+# hit rate. However, a first bucket of 10 s was too coarse for agents.
 RATIO, NUM_BUCKETS = 1.5, 28
 EDGES: F64 = np.concatenate(([0.0], RATIO ** np.arange(NUM_BUCKETS)))
 WIDTHS: F64 = np.diff(EDGES)
@@ -44,7 +44,7 @@ DECAY, DECAY_REQUESTS = 0.98, 128  # the weight halves in about 4,400 requests, 
 MAX_FACTOR = 16.0  # limits a factor and its inverse, for example if no block with some feature was ever used again
 NOISE = 1.2  # values are rounded down to powers of this factor, because smaller differences are mostly noise
 _IS_LATER = np.tri(NUM_BUCKETS, dtype=np.bool_).T
-"""[start, stop]: True if bucket `stop` is `start` or later."""
+"""Entry [i, j] is True if j >= i."""
 _ROUNDS = 3  # rounds of iterative proportional fitting, which starts with the factors of the previous fit
 
 
@@ -68,14 +68,14 @@ class ReuseTable:
         self.values: list[list[float]] = []
         """Value by class and bucket. The list is extended for new classes by `row`."""
         self.floors: list[float] = []
-        """By class: the lowest value in a bucket after which the value of the class still rises by about the factor
-        NOISE or more. Infinity if there is no such bucket."""
+        """By class: the lowest value in the buckets before a rise, or infinity if there is no such bucket. A bucket is
+        before a rise if the highest value of the class follows, and is higher by about the factor NOISE or more."""
         self.rises_until: list[float] = []
-        """By class: the age at the end of the last such bucket, or 0 if there is none."""
+        """By class: the age at which the last bucket before a rise ends, or 0 if there is no such bucket."""
         self.is_fitted = False
 
     def add(self, cells: I64, ages: F64, weights: F64, is_use: bool) -> None:
-        """Add blocks whose observation ended at these ages. `is_use` is True if a use of the block ended it."""
+        """Add blocks whose observation ended at these ages. Set `is_use` if it ended because the blocks were used."""
         flat = add_time(self._at_risk, cells, ages, weights)
         if is_use:
             self._events += np.bincount(flat, weights, self._events.size).reshape(self._events.shape)
@@ -90,7 +90,7 @@ class ReuseTable:
         self._squares *= factor
 
     def fit(self, cells: I64, ages: F64, weights: F64) -> None:
-        """Compute the values. The first fit needs ENOUGH events. The arguments are blocks that are still observed."""
+        """Compute the values. The first fit needs ENOUGH events. The arguments are for blocks still observed."""
         typical = max(1.0, self._squares / max(self._weight, 1e-9))
         if self._weight <= ENOUGH * typical and not self.is_fitted:
             return
@@ -116,7 +116,7 @@ class ReuseTable:
         self.is_fitted = True
 
     def row(self, cell: int) -> list[float]:
-        """Return the values of a class. Before the next fit, a new class has the common curve times its factors."""
+        """Return the values of a class. If it is newer than the last fit, they are the common curve times its factors."""
         for new in range(len(self.values), cell + 1):
             self.all_values[new] = self._common * self._product(self._cells.features[new : new + 1])[0]
             self.values.append(self.all_values[new].tolist())
@@ -163,7 +163,7 @@ class ReuseTable:
 
 
 def add_time(total: F64, cells: I64, ages: F64, weights: F64) -> I64:
-    """Add the time that blocks spent in each bucket to `total`. Return the flat index of each block's last bucket."""
+    """Add to `total` the time that the blocks spent in each bucket. Return the index of each block's last bucket."""
     buckets = np.searchsorted(EDGES[1:-1], ages, "right")
     flat = cells * NUM_BUCKETS + buckets
     counts = np.bincount(flat, weights, total.size).reshape(total.shape)
@@ -191,14 +191,14 @@ def gittins(hazard: F64, code: IndexNative | None = None) -> F64:
 
 
 def _common_hazard(events: F64, at_risk: F64, k: float) -> F64:
-    """Return the hazard of all classes together. With the prior alone, which falls with age, the order is LRU."""
+    """Return the hazard of all classes together. The prior falls with age. With the prior alone, the order is LRU."""
     prior = 1 / (0.5 * (EDGES[:-1] + EDGES[1:]) + 1)
     prior *= events.sum() / max(float(prior @ at_risk), 1e-12)
     return prior * (_neighbours(events) + k) / (_neighbours(at_risk * prior) + k)
 
 
 def _neighbours(counts: F64) -> F64:
-    """Add half of each neighbouring bucket."""
+    """To the count of each bucket, add half of the counts of its two neighbours."""
     total = counts.copy()
     total[1:] += 0.5 * counts[:-1]
     total[:-1] += 0.5 * counts[1:]
@@ -206,7 +206,7 @@ def _neighbours(counts: F64) -> F64:
 
 
 def _smooth(counts: F64) -> F64:
-    """Add two thirds of each adjacent bucket, and one third of each bucket at distance two."""
+    """To each bucket, add two thirds of the counts of its neighbours, and one third of those at distance two."""
     total = counts.copy()
     for distance, weight in ((1, 2 / 3), (2, 1 / 3)):
         total[:, distance:] += weight * counts[:, :-distance]

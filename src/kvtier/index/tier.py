@@ -202,7 +202,7 @@ class Tier:
         return bool(self.tenants) and (tenant := self._limited(node)) is not None and tenant.is_next(node)
 
     def look_ahead(self, num_blocks: int) -> list[Node]:
-        """Choose next victims until they and the free slots make up about `num_blocks`. Return the new next victims."""
+        """Choose next victims until they and the free slots make up about `num_blocks`. Return the chosen nodes."""
         assert self.slower is not None
         pulled = self.everyone.look_ahead(num_blocks - self.pool.num_free)
         for name, tenant in self.tenants.items():  # a tenant looks ahead at most a quarter of its quota
@@ -304,10 +304,10 @@ class Tier:
                 self.list_duplicate(node)
 
     def list_duplicate(self, node: Node) -> None:
-        """Add a node to `duplicates` or remove the node.
+        """Add a node to `duplicates` if it belongs there, otherwise remove it.
 
-        Nodes of the tree are added if both this tier and `faster` hold blocks of them, unless they are leased or next
-        victims of `faster`.
+        A node belongs there if both this tier and `faster` hold blocks of it, it is in the tree without a lease, and it
+        is not a next victim of `faster`.
         """
         above = self.faster
         if above is None:

@@ -39,8 +39,8 @@ from kvtier.index.node import Node, Touch
 from kvtier.index.reuse import ENDS, F64, I64, LIMITS, NATIVE_ENDS, NATIVE_USES, NUM_BUCKETS, ReuseTable
 from kvtier.messages import I32
 
-# The log must reach back further than the cache. With 4,096 touches, the hit rate of the prototype was 0.4 points below
-# LRU in caches of 30,000 to 50,000 blocks.
+# The log must cover more time than blocks stay in the cache. With 4,096 touches, the hit rate of the prototype was 0.4
+# points below LRU in caches of 30,000 to 50,000 blocks.
 NUM_TOUCHES = 16_384
 # Requests between two fits: a quarter of all requests so far, within limits. A fit takes 1 ms. Measured on 2026-11-19:
 # with FIT_SHARE 8 and LAST_FIT 512, fits take 3 instead of 2 us per request, and hit rates differ by up to 0.2 points.
@@ -51,9 +51,9 @@ _MARGIN = 4096  # places in the ring beyond NUM_TOUCHES; `learn` calls `TouchLog
 _RING = NUM_TOUCHES + _MARGIN
 _RUNNING = 2**62  # touch number of blocks that a running request has published; LRU would hold these blocks
 MAX_USES = 4
-_BLOCKS_BIT, _NUMBER_BIT = 3, 23  # a ghost as an int: number of its touch, blocks, earlier uses
+_BLOCKS_BIT, _NUMBER_BIT = 3, 23  # a ghost is an int: touch number << 23 | number of blocks << 3 | earlier uses
 _MAX_GHOST = 2 ** (_NUMBER_BIT - _BLOCKS_BIT) - 1
-# Ghosts of a request: (end of their blocks, earlier uses plus one, [touch number, number of blocks, ..])
+# Ghosts of a request: (number of the block after them, earlier uses plus one, [touch number, number of blocks, ..])
 Returned = tuple[int, int, list[int]]
 Observed = tuple[I64, F64, F64, bool]  # classes, ages, weights, and True for uses
 Session = tuple[bytes, str]  # tenant and session id
@@ -327,7 +327,7 @@ class ReuseTracker:
             self.log.sync()
 
     def removed(self, node: Node, kept: int) -> None:
-        """Remember the blocks of a node from index `kept` on, which leave the tree. Ignore a node without a touch."""
+        """Record that a node is cut to `kept` blocks, or removed if `kept` is 0. Ignore a node without a touch."""
         usage = node.usage
         if usage.touch is None:
             return
@@ -435,7 +435,7 @@ class ReuseTracker:
         if old is not None:
             del self._ends[old[0]]
         other = self._ends.get(node)
-        if other is not None:  # another session has the same last request
+        if other is not None:  # the last request of another session ended at the same node
             del self._sessions[other]
         self._sessions[session] = node, first, stop
         self._ends[node] = session

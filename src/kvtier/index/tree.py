@@ -223,9 +223,9 @@ class RadixTree:
         self._remove_lease(lease.node)
 
     def close(self, salt: bytes, session_id: str, *, now: float = 0.0) -> int:
-        """End a session, for the learned policy. Return the number of blocks whose last use was its last request.
+        """End a session, for the learned policy. Without this policy, do nothing and return 0.
 
-        Without the learned policy, do nothing and return 0.
+        Return the number of blocks whose last use was the last request of the session.
         """
         nodes = self.tracker.close(session_of(salt, session_id), now) if self.tracker is not None else []
         for node in nodes:
@@ -287,7 +287,7 @@ class RadixTree:
         return sum(map(len, freed))
 
     def vacate(self, tier: Tier, first_slot: int = 0, detached: Iterable[Node] = ()) -> None:
-        """Remove all blocks in slots `first_slot` and above from a tier, even if they are leased.
+        """From a tier, remove all blocks in slots `first_slot` and above, even if they are leased.
 
         No step or transfer may be in flight. `detached` lists leased nodes that are no longer in the tree.
         """
@@ -313,7 +313,7 @@ class RadixTree:
         return sum(self._detach(node, MissReason.EXPIRED) for node in expired if node.attached)
 
     def drop(self, chain: Chain, *, first: int = 0) -> int:
-        """Drop the cached blocks of a chain from block `first` on, and all blocks below them in the tree.
+        """Drop the cached blocks of a chain, starting at block `first`, and all blocks below them in the tree.
 
         Return the number of dropped blocks. Leased blocks keep their slots until their leases end.
         """

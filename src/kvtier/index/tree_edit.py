@@ -20,7 +20,7 @@ GROW_BYTES = 64 * 1024
 
 
 def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
-    """Count the leading blocks of a node whose tokens and extras equal the chain's blocks [block, stop)."""
+    """Count the leading blocks of a node whose tokens and extras equal those of the chain's blocks [block, stop)."""
     count = min(node.num_blocks, stop - block)
     width, at = chain.label_bytes, block * chain.label_bytes
     if count == node.num_blocks and chain.labels.startswith(node.labels, at):
@@ -38,9 +38,9 @@ def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
 def closest_child(node: Node, chain: Chain, max_tokens: int, max_children: int, now: float) -> tuple[Node | None, int]:
     """Find the child on the device whose first block shares the most leading tokens with the chain's next block.
 
-    Return the child and the number of shared tokens. If a child on the device begins with exactly this block, compare
-    only this child. Otherwise compare the `max_children` newest children. A child node with media in any of its blocks
-    is skipped. If the chain has media, no child is compared.
+    Return the child and the number of shared tokens. If a child on the device begins with exactly the chain's next
+    block, compare only this child. Otherwise compare the `max_children` newest children. Skip a child that has extras
+    (digests of media) in any of its blocks. If the chain has extras, compare no child.
     """
     if not node.children:
         return None, 0
@@ -149,10 +149,10 @@ def can_join(upper: Node, node: Node, priority: int, expires: float) -> bool:
 
 
 def can_grow(node: Node, usage: AccessStats) -> bool:
-    """True if blocks can be appended to `node`.
+    """True if blocks with the statistics `usage` can be appended to `node`.
 
-    It must be a short leaf of the tree with one lease and blocks in tier 0. Its priority and its expiry must not exceed
-    those of `usage`.
+    The node must be a short leaf of the tree with one lease and blocks in tier 0. Its priority and its expiry must not
+    exceed those of `usage`.
     """
     return (
         node.leases == 1

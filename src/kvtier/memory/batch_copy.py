@@ -69,7 +69,7 @@ def copy(src: Buffer, n: int | Buffer, dst: Buffer | None = None, stream: Stream
 
 
 def rest(dst: Buffer, n: int) -> Buffer:
-    """Return the elements of `dst` from `n` on, or an empty Buffer if element `n` starts inside a byte."""
+    """Return `dst` without its first `n` elements, or an empty Buffer if element `n` starts inside a byte."""
     if n * dst.dtype.bits % 8:
         return Buffer(dtype=dst.dtype, placement=dst.placement)
     return dst.slice(n)

@@ -26,8 +26,8 @@ _ROWS_HEADER, _PIECES_HEADER = 40, 8  # bytes before the arrays of Rows<N> and P
 _PARTS_AT_ROWS, _PARTS_AT_PIECES = 7, 1  # position of the field `parts` in Rows<N> and Pieces<N>, in 4-byte words
 _LARGE_VERSION = 12010  # driver version of CUDA 12.1
 _THREADS = 256
-# A piece is divided into at most 64 parts of about this many bytes. A thread block copies a part of this size in one
-# pass: 256 threads x 4 loads x 16 bytes.
+# A piece is divided into parts of about this many bytes, but into at most 64 parts. A thread block copies this many
+# bytes in one pass: 256 threads x 4 loads x 16 bytes.
 _PART_BYTES = 16 << 10
 # Maximum numbers of thread blocks. Device-to-device copies use at most 8 per multiprocessor (an H200 has 132). Over
 # PCIe, a few thread blocks saturate the link, and more would take multiprocessors from the model (H200, 2026-11-15).
@@ -86,7 +86,7 @@ def fill_rows(table: I64, capacity: int, block: U32) -> int:
         return 0
     bases = np.minimum.reduce(at, axis=1)
     offsets = at - bases[:, None]
-    # The kernel counts offsets in units of 1 << shift bytes. All offsets are multiples of the unit, at most 16 bytes.
+    # The kernel counts offsets in units of 1 << shift bytes. The unit divides all offsets and is at most 16 bytes.
     used = int(np.bitwise_or.reduce(offsets, axis=None)) | 16
     shift = (used & -used).bit_length() - 1
     if used >> shift >= 1 << 32:

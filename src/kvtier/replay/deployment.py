@@ -30,7 +30,7 @@ class Routing(Enum):
 
     RANDOM = "random"
     PREFIX = "prefix"
-    """Skip overloaded replicas. Of the rest, choose the least loaded replica that received the longest prefix."""
+    """Skip overloaded replicas. Of those that received the longest prefix, choose the least loaded one."""
 
 
 def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:

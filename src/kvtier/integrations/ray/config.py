@@ -30,7 +30,7 @@ class RayConfig:
     request_router: str = OWN_ROUTER
     """Class of the request router for Ray Serve, as module:class."""
     duplicate_cost: float = 1.0
-    """Setting `duplicate_cost` of KvtierRouter, as in RouterConfig. Other request routers do not use it."""
+    """See RouterConfig.duplicate_cost. Only KvtierRouter uses it."""
     retry_seconds: float = 30.0
     """Longest time to find a replica for a request. After this time the client gets status 503."""
     health_seconds: float = 2.0

@@ -37,7 +37,7 @@ class FleetEngine:
                         --replica lost before the first output--> routed again, for up to `retry_seconds`
                         --replica lost later--> status 503, because the client may already have a part of the answer
 
-    Control calls go to all replicas, and the replies without an error are merged. The calls in `_LOCAL` need one reply.
+    Control calls go to all replicas (calls in `_LOCAL` to one), and the replies without an error are merged.
     """
 
     pid = 0
@@ -123,7 +123,7 @@ class FleetEngine:
         deadline: float,
         routing: asyncio.Timeout,
     ) -> None:
-        """Run the requests on one replica. When the replica has accepted the requests, end the timeout `routing`."""
+        """Run the requests on one replica. When the replica has accepted them, disable the timeout `routing`."""
         ticket.replica = ""
         bodies = [encode_message(submit) for submit in submits]
         num_left = mailbox.num_left

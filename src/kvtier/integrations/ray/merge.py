@@ -13,7 +13,7 @@ _NAMES = ("name", "source", "target")  # fields that identify a row of a table
 def merged(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge replies. Add numbers, combine flags with `and`, merge table rows of equal `_NAMES`, and join metric series.
 
-    Take the fields in `_SAME` and all other values from the first reply that has one.
+    The fields in `_SAME`, and values of other types, come from the first reply that contains them.
     """
     keys = dict.fromkeys(key for value in values for key in value)
     return {key: _merged_value(key, [value[key] for value in values if key in value]) for key in keys}

@@ -76,7 +76,7 @@ class EngineReplica:
         return encode_message(Reply(0, self._started)), routing["namespace"]
 
     async def info(self) -> dict[str, Any]:
-        """Return the name, the node, and the process ids of this replica and its engine."""
+        """Return the name, node and process id of this replica, and the process id of its engine."""
         return {
             "replica": _replica_name(),
             "pid": os.getpid(),

@@ -22,7 +22,7 @@ _CHECK_SECONDS = 1.0  # longest time between two checks for missing events
 async def follow(feed: ReplicaFeed, events: str, replay: str, keys: ForeignKeys | None = None) -> None:
     """Receive and apply events until cancelled.
 
-    If `replay` is empty, missed events cannot be requested. Missed blocks are added when the replica stores them again.
+    If `replay` is empty, missed events cannot be requested. The router then lacks the replica's earlier blocks.
     `keys` converts the events of other engines, such as vLLM.
     """
     with ExitStack() as opened:

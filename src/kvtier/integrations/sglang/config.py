@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvtier.errors import ArgumentError
 from kvtier.fingerprint import files_digest
 
-# Settings in the extra config that only SGLang uses. SGLang removes its prefetch settings, so they are not listed.
+# Settings that only SGLang uses. SGLang itself removes its prefetch settings from the config that a backend gets.
 _OF_SGLANG = (
     "backend_name",
     "module_path",
@@ -91,7 +91,7 @@ class RankIdentity:
 
     model: str
     tp: tuple[int, int] = (0, 1)
-    """Tensor-parallel rank and number of ranks. `pp` and `cp` are the same for pipeline and context parallelism."""
+    """Tensor-parallel rank and number of ranks. `pp` and `cp` describe pipeline and context parallelism likewise."""
     pp: tuple[int, int] = (0, 1)
     cp: tuple[int, int] = (0, 1)
     is_replicated: bool = False

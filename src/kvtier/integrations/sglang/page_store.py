@@ -32,10 +32,10 @@ from kvtier.storage.store import num_bytes
 logger = logging.getLogger("kvtier.sglang")
 
 Value = TypeVar("Value")
-_CLEAR_SECONDS = 60.0  # time limit of `clear`, checked after the listing of each page of about 4,096 objects
+_CLEAR_SECONDS = 60.0  # time limit of `clear`, checked once for about every 4,096 objects
 _STORE_SHARE = 0.9
-"""Share of a deadline that the store may use. The rest is for the page that is being copied at that time, and for
-waking the calling thread: 20 ms together at a load average of 20 on 2 cores (measured on an EPYC, 2026-11-18)."""
+"""Share of a deadline that the store may use. The rest is for finishing the copy of a page, and for waking the
+calling thread: 20 ms together at a load average of 20 on 2 cores (measured on an EPYC, 2026-11-18)."""
 
 
 class PageStore:

@@ -1,4 +1,4 @@
-"""A prefix cache for transformers, with blocks that outlive the process in a store (docs/transformers.md).
+"""A prefix cache for transformers. Blocks in a store outlive the process (docs/transformers.md).
 
 prefix = PrefixCache(model, "disk:./kv?bytes=20GiB")
 model.generate(**inputs, past_key_values=prefix.begin(**inputs))

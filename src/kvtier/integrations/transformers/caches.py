@@ -1,7 +1,8 @@
 """Subclasses of transformers' caches, for PrefixCache.
 
 A cache of transformers does not contain tokens, so PrefixCache records the tokens in forward hooks. The subclasses
-detect changes that the hooks cannot see, such as reordered rows, and keep the states that sliding layers drop.
+detect changes that the hooks cannot see, such as reordered rows, and keep the states that sliding layers drop. A column
+of a cache contains one token of each row (see tokens.py).
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class RecentStates:
-    """Keys and values of the sliding-window layers from column `start` on, kept until their blocks are saved."""
+    """Keys and values of sliding-window layers in columns `start` and later, kept until their blocks are saved."""
 
     def __init__(self, sliding: Sequence[int]) -> None:
         self.is_valid = True
-        """False in copies, and after `stop`, for example because rows were reordered. No more blocks are saved then."""
+        """False in copies of a cache and after `stop`. No more blocks are saved then."""
         self.start = 0
         self._pieces: dict[int, list[Pair]] = {layer: [] for layer in sliding}
 
@@ -42,7 +43,7 @@ class RecentStates:
             pieces.append((keys.detach(), values.detach()))
 
     def states(self, layer: int) -> Pair:
-        """Return the keys and values of a sliding-window layer from column `start` on."""
+        """Return the keys and values of a sliding-window layer in columns `start` and later."""
         pieces = self._pieces[layer]
         if len(pieces) > 1:
             keys, values = (torch.cat(parts, dim=-2) for parts in zip(*pieces, strict=True))

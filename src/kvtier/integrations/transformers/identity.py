@@ -61,7 +61,7 @@ def layout_of_model(model: PreTrainedModel, block_tokens: int) -> KVLayout:
     """Return the layout of a model's KV.
 
     The model computes one token to find the layout, because not every configuration describes it. All layers are in one
-    group. Blocks also contain all tokens of sliding-window layers, so that a cache can be filled with a prefix of any
+    group. Blocks contain every token for sliding-window layers too, so that a cache can be filled with a prefix of any
     length.
     """
     cache = DynamicCache(config=model.config)

@@ -1,4 +1,4 @@
-"""PrefixCache: finds, fills and saves the KV of prompts for a model of transformers."""
+"""PrefixCache: saves the KV of prompts of a transformers model, and fills caches with saved KV."""
 
 from __future__ import annotations
 
@@ -187,7 +187,10 @@ class PrefixCache:
             return self._tiers.flush(timeout)
 
     def close(self) -> None:
-        """Write blocks to the store (up to CLOSE_SECONDS) and free the memory. Caches in use stay valid. Idempotent."""
+        """Write blocks to the store for at most CLOSE_SECONDS, then free the memory. Idempotent.
+
+        Caches in use stay valid.
+        """
         with self._lock:
             self._recorded.clear()
             self._finalizer()
@@ -236,7 +239,7 @@ class PrefixCache:
         return tokens, padding.tolist()
 
     def _check_model(self) -> None:
-        """Raise an error if the cache is closed, or if the KV would be random or have another type.
+        """Raise an error if the cache is closed, or if the KV would be random or have another dtype.
 
         If the model has changed, use a new namespace.
         """

@@ -217,7 +217,7 @@ class PrefixTiers:
             self._controller.submit(plan)
 
     def staging(self, num_blocks: int) -> Tensors:
-        """Return views of the first staging blocks, one per tensor of a block."""
+        """Return views of the first `num_blocks` staging blocks, one view for each tensor of a block."""
         views: Tensors = []
         for layer, spec, span in self.group.tensors():
             part = self._staging[:num_blocks, span.offset : span.offset + span.nbytes]

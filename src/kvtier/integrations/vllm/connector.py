@@ -367,8 +367,8 @@ def _page_format(vllm_config: Any, kv_cache_config: Any, group: Any) -> str:
 
 
 def _is_supported(spec: Any) -> bool:
-    """Return True if kvtier supports this kind of attention layer: vLLM stores each block of tokens in a device block
-    of its own, and does not overwrite the device block while the request uses it."""
+    """True if vLLM stores each block of tokens of these layers in a device block of its own, and does not overwrite the
+    device block while the request uses it."""
     kinds = FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec
     return isinstance(spec, kinds) and not hasattr(spec, "rswa_window")
 

@@ -25,7 +25,7 @@ from kvtier.transfer import DeviceCache
 def device_cache_of(
     views: Mapping[str, torch.Tensor], layer_names: Sequence[str], num_blocks: int, *, has_heads: bool
 ) -> tuple[DeviceCache, list[torch.Tensor]]:
-    """Return a cache of these layers, in this order, and their pages [block, ...].
+    """Return a cache of the layers `layer_names`, in this order, and the pages of each layer [block, ...].
 
     Layers that share a tensor count as one layer. `has_heads` is False if every rank stores the same data, as with
     multi-head latent attention (MLA).

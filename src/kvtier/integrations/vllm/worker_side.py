@@ -6,7 +6,7 @@
 Loads wait for the work that was queued before the step, because earlier kernels may still use the target blocks. Loads
 run during the forward pass. On a GPU, they start after the launch of the forward pass. On a CPU, the launch returns at
 the end of the forward pass, so loads start before the launch. Saves wait for the forward pass, which writes their
-source blocks. Only `poll` blocks the caller, and only in a step without tokens.
+source blocks. Only `poll` makes the caller wait, and only in a step without tokens.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class WorkerSide:
         self.controller.submit(loads, self._before)
 
     def start_others(self, step: StepPlan) -> None:
-        """Start all work of the plan except loads. Saves wait for the work queued so far."""
+        """Start all work of the plan except loads. Saves wait for the work that the device has queued so far."""
         others = step.plan.without(step.loads)
         if others:
             if self._verifier is not None and not step.loads:
