@@ -212,7 +212,7 @@ class CacheGroup:
         start, done = chosen.start, 0
         for index in chosen:
             size = self.layers[index].nbytes
-            # A layer begins the next run if it would make the runs so far exceed their share of the total.
+            # Begin the next run if this layer would take the runs up to here above their share of the total.
             if index > start and len(groups) + 1 < wanted and (done + size) * wanted > total * (len(groups) + 1):
                 groups.append(range(start, index))
                 start = index

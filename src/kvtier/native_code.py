@@ -62,8 +62,8 @@ X86_VARIANTS = (
     Variant("v3", ("-march=x86-64-v3",), _V3),
     Variant("v1", ("-march=x86-64",)),
 )
-"""Levels of the x86-64 instruction set, best first. VNNI adds products of 8-bit integers, AMX products of matrices.
-The last level runs on every x86-64 processor."""
+"""Levels of the x86-64 instruction set, best first. VNNI multiplies vectors of 8-bit integers, AMX multiplies
+matrices. The last level runs on every x86-64 processor."""
 
 
 @dataclass(frozen=True, slots=True)

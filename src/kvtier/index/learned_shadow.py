@@ -46,8 +46,8 @@ class LearnedShadow:
     """Shadows for the learned policy, with a separate cache for each size."""
 
     ignores_repeats = True
-    """True to skip requests whose only mark is the first mark of the previous request. It would almost always be a hit
-    at every size, and only its number of uses would change."""
+    """True to skip requests whose only mark is the first mark of the previous request. The mark would almost
+    always be a hit at every size, and only its number of uses would change."""
 
     def __init__(self, sizes: Sequence[int], code: IndexNative | None = None) -> None:
         self._cells = Cells()
@@ -126,7 +126,7 @@ class LearnedShadow:
             self._ended.append((old.cell, max(0.0, use.time - old.time), old.weight, False))
 
     def _take(self, now: float) -> list[F64]:
-        """Return (class, age, weight) of marks in three arrays: those used again, those forgotten, and all others."""
+        """Return observations (class, age, weight) in three arrays: ended by a use, ended by forgetting, still open."""
         if self._native:
             return [np.frombuffer(part).reshape(-1, 3) for part in self._native[1](now)]
         ended, self._ended = self._ended, []

@@ -29,8 +29,8 @@ class MissReason(Enum):
 class Miss:
     """The first block that did not match, and the reason.
 
-    `time` is the logical time of the removal of the block. If the match itself found the reason (`Lease.stopped`), it
-    is the logical time of the match. For OTHER_SALT and NEVER_SEEN, it is 0. If the learned policy evicted the block
+    `time` is the logical time of the removal of the block. If the match itself found the reason (`Lease.stopped`),
+    `time` is that of the match. For OTHER_SALT and NEVER_SEEN, it is 0. If the learned policy evicted the block
     because of its estimated value, `cell` is the class and `value` the estimated value. Otherwise `cell` is -1.
     """
 

@@ -19,7 +19,7 @@ class BlockState(IntEnum):
            ^                 |                   |
            +----- failed ----+-----removed-------+
 
-    The order matters, because all states from READY on are readable.
+    The order matters, because READY and all higher states are readable.
     """
 
     ABSENT = 0

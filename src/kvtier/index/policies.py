@@ -122,7 +122,7 @@ class ARC:
         return node in self._recent or node in self._frequent
 
     def victim(self) -> Node | None:
-        """Return the oldest node of `_recent` if it exceeds its target or `_frequent` is empty, else of `_frequent`."""
+        """Return the first node of `_recent` if `_recent` exceeds its target, else of `_frequent`. Skip empty heaps."""
         is_within = self._recent.num_blocks <= self._target and len(self._frequent) > 0
         is_frequent = is_within or not len(self._recent)
         first = (self._frequent if is_frequent else self._recent).first()

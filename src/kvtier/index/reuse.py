@@ -28,8 +28,8 @@ from kvtier.index.native import IndexNative
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
-# Age buckets in seconds: [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours. The last bucket also contains
-# all higher ages. In a prototype, the width of the first bucket and the ratio (1.25 or more) had little effect on the
+# Age buckets in seconds: [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours. The last bucket contains all
+# higher ages too. In a prototype, the width of the first bucket and the ratio (1.25 or more) had little effect on the
 # hit rate. However, a first bucket of 10 s was too coarse for agents.
 RATIO, NUM_BUCKETS = 1.5, 28
 EDGES: F64 = np.concatenate(([0.0], RATIO ** np.arange(NUM_BUCKETS)))
@@ -90,7 +90,7 @@ class ReuseTable:
         self._squares *= factor
 
     def fit(self, cells: I64, ages: F64, weights: F64) -> None:
-        """Compute the values. The first fit needs ENOUGH events. The arguments are for blocks still observed."""
+        """Compute the values. The first fit needs ENOUGH events. The arguments are the open observations."""
         typical = max(1.0, self._squares / max(self._weight, 1e-9))
         if self._weight <= ENOUGH * typical and not self.is_fitted:
             return
@@ -116,7 +116,7 @@ class ReuseTable:
         self.is_fitted = True
 
     def row(self, cell: int) -> list[float]:
-        """Return the values of a class. If it is newer than the last fit, they are the common curve times its factors."""
+        """Return the values of a class. For a new class, compute them from the common curve and its factors."""
         for new in range(len(self.values), cell + 1):
             self.all_values[new] = self._common * self._product(self._cells.features[new : new + 1])[0]
             self.values.append(self.all_values[new].tolist())

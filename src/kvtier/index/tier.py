@@ -205,7 +205,7 @@ class Tier:
         """Choose next victims until they and the free slots make up about `num_blocks`. Return the chosen nodes."""
         assert self.slower is not None
         pulled = self.everyone.look_ahead(num_blocks - self.pool.num_free)
-        for name, tenant in self.tenants.items():  # a tenant looks ahead at most a quarter of its quota
+        for name, tenant in self.tenants.items():  # for each tenant, at most a quarter of its quota
             wanted = min(num_blocks, tenant.quota // 4) - (tenant.quota - self.used_by.get(name, 0))
             pulled += tenant.look_ahead(wanted)
         for node in pulled:

@@ -95,7 +95,7 @@ class TouchLog:
         self._observed: list[Observed] = []
 
     def use(self, runs: list[int], limit: int) -> int:
-        """Record that a request used blocks of earlier touches again. Return the number of hits with LRU.
+        """Record that a request used blocks of earlier touches again. Return the hits that LRU would have.
 
         `runs` contains pairs in the order of the request's blocks: number of a touch, number of its used blocks. The
         hits end at the first run that LRU lacks, or that begins at block `limit` or later.
@@ -123,7 +123,7 @@ class TouchLog:
         return hits
 
     def add(self, first: int, began: float) -> None:
-        """Add the touches of a request, which are the entries of `started` from index `first` on."""
+        """Add the touches of a request, which are the entries of `started`, starting at index `first`."""
         state, left, started = self.state, self.left, self.started
         in_lru, number = state.num_in_lru, state.next
         for i in range(first + 1, len(started), 2):
@@ -250,7 +250,7 @@ class ReuseTracker:
     """Tracks touches and ghosts of one tree (see the module docstring)."""
 
     def __init__(self, capacity: int = 1, block_tokens: int = 1, code: IndexNative | None = None) -> None:
-        """`capacity` is the size of the LRU cache to compare with, in blocks. `code` is the native code, if any."""
+        """`capacity` is the size in blocks of the simulated LRU cache. `code` is the native code, if any."""
         self.block_tokens = block_tokens
         self.code = code
         self.state = TrackerState(capacity=capacity, is_lru=1, until_fit=FIRST_FIT)

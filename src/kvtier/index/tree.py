@@ -592,7 +592,7 @@ class RadixTree:
         return freed
 
     def _take_last(self, tier: Tier, node: Node, held: Residency, count: int) -> I32:
-        """Remove the last `count` held blocks of a node from a tier, and cut the node if possible. Return the slots."""
+        """Remove the last `count` held blocks of a node from a tier. Return the slots. Cut blocks that no tier has."""
         stop = len(held.states.rstrip(b"\0"))
         first = stop - count
         if ABSENT in held.states[first:stop]:  # rarely, the last held blocks are not consecutive

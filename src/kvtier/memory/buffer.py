@@ -200,7 +200,7 @@ class Buffer:
     # ---- slices and views ----
 
     def slice(self, base: int, size: int | None = None) -> Buffer:
-        """Return a Buffer that shares this memory and begins at element `base`. By default, it ends where this one ends."""
+        """Return a Buffer that shares this memory and begins at element `base`. By default, both have the same end."""
         base = operator.index(base)
         count = self.size - base if size is None else operator.index(size)
         if base < 0 or count < 0 or base + count > self.size:

@@ -57,8 +57,8 @@ def current_stream(placement: Placement) -> Stream | None:
 def allocate(nbytes: int, placement: Placement, allocator: Allocator | None = None) -> MemoryRef:
     """Allocate memory from `allocator` (default: the current allocator) for use on the current stream.
 
-    torch's pool may return memory that pending work on torch's current stream still uses. During the allocation, a
-    current kvtier stream on the GPU of `placement` is therefore torch's current stream.
+    torch's pool may return memory that pending work on torch's current stream still uses. If the current
+    kvtier stream is on the GPU of `placement`, it is therefore torch's current stream during the allocation.
     """
     source, stream = allocator or current_allocator(placement), _stream.get()
     if stream is None or not placement.is_device or stream.placement != placement:

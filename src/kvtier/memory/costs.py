@@ -94,7 +94,7 @@ def _scattered(src: Buffer, dst: Buffer, size: int, count: int) -> Pieces:
 _FORMAT = 2  # version of the saved file
 _SIZE_STEP = 2  # log2 of the ratio between consecutive sizes
 _SIZES = tuple(4096 << shift for shift in range(0, 12, _SIZE_STEP))  # 4 KiB to 4 MiB
-_POOL_BYTES = 64 << 20  # size of the memory to measure with, at each placement
+_POOL_BYTES = 64 << 20  # size of each Buffer for the measurements
 _FEW_PIECES, _MAX_PIECES = 8, 1024  # the times of both counts yield the fixed cost and the cost per piece
 _BRIEF_PIECES, _BRIEF_BYTES = 256, 16 << 20  # limits for slow paths, see `_measure`
 _REPEATS, _PAGEABLE_REPEATS = 5, 2  # copies of pageable memory take ten times as long and need less precision

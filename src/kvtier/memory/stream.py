@@ -147,8 +147,9 @@ class HostQueue:
 
 _host_ids = itertools.count(1)
 _POLL_INTERVAL = 20e-6  # seconds; short compared with any transfer, and the core is free in between
-# A wait for a `blocking` event polls for this time and then sleeps. A thread that sleeps in the driver wakes 0.13 to 0.27
-# ms late; a polling thread is 0.03 to 0.06 ms late (H200 in a virtual machine, 2026-11-15). Only short transfers gain.
+# A wait for a `blocking` event polls for this time and then sleeps. A thread that sleeps in the driver wakes 0.13 to
+# 0.27 ms late; a polling thread is 0.03 to 0.06 ms late (H200 in a virtual machine, 2026-11-15). Only short transfers
+# gain from this.
 _POLL_SECONDS = 3e-3
 LEGACY_DEFAULT_HANDLES = (0, 1)  # torch's default stream, and CU_STREAM_LEGACY: both are the legacy default stream
 

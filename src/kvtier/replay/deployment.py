@@ -30,7 +30,7 @@ class Routing(Enum):
 
     RANDOM = "random"
     PREFIX = "prefix"
-    """Skip overloaded replicas. Of those that received the longest prefix, choose the least loaded one."""
+    """Skip overloaded replicas. Choose the least loaded of the other replicas that received the longest prefix."""
 
 
 def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:

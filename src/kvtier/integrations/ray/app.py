@@ -14,7 +14,7 @@ from kvtier.integrations.ray.config import OWN_ROUTER, RayConfig
 from kvtier.integrations.ray.ingress import FleetIngress
 from kvtier.integrations.ray.replica import EngineReplica
 
-_HEAD = "node:__internal_head__"  # resource of the head node only; an actor that reserves a share of it runs there
+_HEAD = "node:__internal_head__"  # only the head node has this resource, so an actor that needs it runs there
 _QUIET = MappingProxyType({"enable_access_log": False})  # kvtier logs requests itself
 MAX_REPLICAS = 64
 """Maximum number of replicas of a router. During an update, both the old and the new replicas count."""

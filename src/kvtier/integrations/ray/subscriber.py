@@ -22,8 +22,8 @@ _CHECK_SECONDS = 1.0  # longest time between two checks for missing events
 async def follow(feed: ReplicaFeed, events: str, replay: str, keys: ForeignKeys | None = None) -> None:
     """Receive and apply events until cancelled.
 
-    If `replay` is empty, missed events cannot be requested. The router then lacks the replica's earlier blocks.
-    `keys` converts the events of other engines, such as vLLM.
+    If `replay` is empty, missed events cannot be requested: after a gap, the feed drops the replica's blocks and
+    continues. `keys` converts the events of other engines, such as vLLM.
     """
     with ExitStack() as opened:
         context = opened.enter_context(zmq.asyncio.Context())

@@ -11,7 +11,7 @@
         │  Read, Write ↓   ↑ Results
     Store               disk, Redis, S3, Mooncake
 
-Only `storage` imports SGLang. The other modules work with SGLang's objects without an import.
+Only `storage` imports SGLang. The other modules work with SGLang's objects but do not import SGLang.
 """
 
 from __future__ import annotations

@@ -187,10 +187,7 @@ class PrefixCache:
             return self._tiers.flush(timeout)
 
     def close(self) -> None:
-        """Write blocks to the store for at most CLOSE_SECONDS, then free the memory. Idempotent.
-
-        Caches in use stay valid.
-        """
+        """Write blocks to the store (up to CLOSE_SECONDS) and free the memory. Caches in use stay valid. Idempotent."""
         with self._lock:
             self._recorded.clear()
             self._finalizer()

@@ -7,7 +7,7 @@
         │  StepPlan ↓   ↑ Report
     Worker        WorkerSide      CacheController: copies between vLLM's cache tensors, host memory and stores
 
-Only `connector` imports vLLM. The other modules work with vLLM's objects without an import.
+Only `connector` imports vLLM. The other modules work with vLLM's objects but do not import vLLM.
 """
 
 from __future__ import annotations

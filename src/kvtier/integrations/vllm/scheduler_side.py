@@ -195,7 +195,7 @@ class SchedulerSide:
                 continue
             running.has_run = True
             request = running.request
-            # Drafts that may be rejected are not in num_tokens, so their KV does not count as computed.
+            # Draft tokens may be rejected. They are not in num_tokens, so their KV does not count as computed.
             num_full = min(request.num_computed_tokens + count, request.num_tokens) // block_tokens
             if num_full > running.saved.num_blocks and running.may_save:
                 table = output.kv_connector_block_state.get_block_ids(request_id)[0]

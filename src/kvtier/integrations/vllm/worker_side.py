@@ -38,7 +38,7 @@ logger = logging.getLogger("vllm.kvtier")
 _IDLE_SECONDS = 0.002
 """Longest wait for transfers in a step without tokens. vLLM repeats such steps about every millisecond."""
 _POLL_SECONDS = 0.1
-"""Interval of polls while no transfer is in flight. They report host memory that became ready, and damaged blocks."""
+"""Interval of polls while no transfer is in flight. Such polls report new host memory and damaged blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ class WorkerSide:
         self.controller.submit(loads, self._before)
 
     def start_others(self, step: StepPlan) -> None:
-        """Start all work of the plan except loads. Saves wait for the work that the device has queued so far."""
+        """Start all work of the plan except loads. Saves wait for all earlier work on the device."""
         others = step.plan.without(step.loads)
         if others:
             if self._verifier is not None and not step.loads:
