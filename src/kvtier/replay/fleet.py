@@ -1,8 +1,8 @@
 """Simulate a fleet: the real router and one real index per replica, with a simple model of time.
 
 A replica computes one prompt after the other, and generation does not delay prompts. This model is coarser than
-`replay.simulate`, which runs the scheduler, but is fast enough for a thousand replicas. The results are hit rate,
-balance of the work and times to first token of a routing policy, and the CPU time and memory of the router.
+`replay.simulate`, which runs the scheduler, but is fast enough for a thousand replicas. A run measures the hit rate,
+the load balance and the times to first token of a routing policy, and the CPU time and memory of the router.
 
     arrival ──> Router.route ──> RadixTree of the replica: match, publish ──events──> PlacementIndex of the router
 """
@@ -66,7 +66,7 @@ class FleetSummary:
     ttft: dict[str, float]
     """Percentiles of the simulated time to the first token, in seconds."""
     decision_seconds: float
-    """CPU time of the router per request: for the decision, the end of the prompt, and KV events."""
+    """CPU time per request of the router's methods: `route`, `on_finish`, and the updates of its index."""
     index_bytes: int
     num_index_blocks: int
     """Distinct blocks in the index of the router."""
@@ -81,11 +81,11 @@ class _Replica:
 
 
 def replica_costs(model: ModelSpec, gpu: GpuSpec, block_tokens: int) -> ReplicaCosts:
-    """Return the costs of a replica from the roofline of its hardware, for steps that are limited by arithmetic.
+    """Estimate the costs of a replica with a roofline model, for steps whose time is limited by arithmetic.
 
-    A store is assumed to deliver a tenth of the link's bandwidth.
+    A store is assumed to have a tenth of the link's bandwidth.
     """
-    cost, many = Roofline(model, gpu).seconds, 4096  # so many tokens that arithmetic is the limit
+    cost, many = Roofline(model, gpu).seconds, 4096  # with this many tokens, arithmetic takes longer than memory access
     one, two = cost(Work(1, many, 0, 0)), cost(Work(1, 2 * many, 0, 0))
     token = (two - one) / many
     attended = (cost(Work(1, many, many * many, 0)) - one) / many**2
@@ -96,8 +96,9 @@ def replica_costs(model: ModelSpec, gpu: GpuSpec, block_tokens: int) -> ReplicaC
 class FleetTrace:
     """Several copies of a trace, to simulate more users. Each copy has its own prompts and arrival times.
 
-    Iterates over (arrival in seconds, path number of each full block, number of prompt tokens) in order of time. The
-    prompts are generated during the iteration, so that a hundred copies of a one-hour trace fit into memory.
+    Iterates over (arrival in seconds, path numbers, number of prompt tokens) in order of time. A path number identifies
+    a full block and all blocks before it. The path numbers of a copy are computed only when they are needed, so that a
+    hundred copies of a one-hour trace fit into memory.
     """
 
     def __init__(self, requests: Sequence[TraceRequest], copies: int = 1, *, seed: int = 0) -> None:
@@ -189,7 +190,7 @@ class FleetSimulation:
         return decision.number
 
     def _serve(self, number: int, chain: Chain) -> int:
-        """Match and publish a prompt in a replica. With CACHE routing, pass events to the router. Return the hits."""
+        """Match and publish a prompt in a replica. Return the number of hits. With CACHE routing, update the router."""
         replica = self._replicas[number]
         tree = replica.tree
         lease = tree.match(chain)
@@ -214,7 +215,7 @@ class FleetSimulation:
                 index.remove(number, DEVICE, hashes_of(event.keys))
 
     def _end_until(self, now: float) -> None:
-        """Call `on_finish` of the router for the prompts whose expected end is not after `now`."""
+        """Call the router's `on_finish` for every prompt that is expected to end at `now` or earlier."""
         began = time.process_time()
         while self._ends and self._ends[0][0] <= now:
             self.router.on_finish(heapq.heappop(self._ends)[2])

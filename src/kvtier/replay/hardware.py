@@ -25,7 +25,7 @@ class ModelSpec:
     active_params: float = 0.0
     """Parameters used per token; 0 means all parameters."""
     kv_elements: int = 0
-    """Cached elements per token in all layers, for models without KV per head (MLA). 0 means KV per head."""
+    """Cached elements per token in all layers, for models without KV per head (MLA). 0 if the model has KV per head."""
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
     source: str = ""

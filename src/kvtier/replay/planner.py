@@ -11,7 +11,7 @@ from kvtier.replay.deployment import GIB, Deployment, Summary, simulate
 from kvtier.replay.hardware import PriceSpec
 from kvtier.replay.trace import TraceRequest
 
-STEP = 100 * GIB  # PlanResult shows the effect of this much more host memory or disk
+STEP = 100 * GIB  # memory that `PlanResult.more_host` and `more_disk` add
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class PlanResult:
     nearest: PlanPoint
     """Of the setups that refuse the fewest requests, the one with the lowest TTFT p99."""
     more_host: PlanPoint
-    """The chosen or nearest setup with 100 GiB more host memory."""
+    """The setup `chosen` (`nearest` if `chosen` is None) with another 100 GiB of host memory."""
     more_disk: PlanPoint | None
-    """The chosen or nearest setup with 100 GiB more disk; None if there is no disk or that setup has no host memory."""
+    """The same setup with another 100 GiB of disk. None if no disk was given or the setup has no host memory."""
 
 
 def plan(
@@ -61,7 +61,7 @@ def plan(
     jobs: int = 1,
     progress: Callable[[str, float], None] | None = None,
 ) -> PlanResult:
-    """Simulate setups from no host memory to room for all blocks and, if `setup.disk` is set, setups with a disk.
+    """Simulate setups without a disk and, if `setup.disk` is set, setups with a disk. See `setups` for their sizes.
 
     Only `num_simulated` replicas of each setup are simulated, as a sample. None means all replicas.
     """
@@ -107,7 +107,7 @@ def capacities(num_blocks: int, count: int = 20) -> list[int]:
 
 
 def setups(setup: Deployment, footprint: int) -> list[tuple[int, int]]:
-    """Return the sizes of host memory and disk to simulate. Sizes double until the footprint fits."""
+    """Return the (host, disk) bytes to simulate. Sizes double until the footprint, also in bytes, fits."""
     hosts = [0, *_powers(32 * GIB, footprint)]
     sizes = [(host, 0) for host in hosts]
     if setup.disk is not None:

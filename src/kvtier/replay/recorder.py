@@ -5,15 +5,17 @@ Each line is a JSON object. `read_trace` uses two kinds of lines. A request's li
     {"event": "request", "id": "request-3#0", "arrival": 12.5, "block_tokens": 16, "prompt_tokens": 130,
      "answer_tokens": 40, "keys": ["9f86d081884c7d65", ..], "tokens_from": {"device": 64, "host": 32}, "ttft": 0.21}
 
-`state` (see RequestState) and, if known, `finish_reason` and the client's hints (`session_id`, `session_over`,
-`expects_return_seconds`) follow. The other kind ends a session: {"event": "close", "time": 80.2, "session_id": ".."}.
+The line also has `state` (see RequestState) and, if known, `finish_reason` and the client's hints (`session_id`,
+`session_over`, `expects_return_seconds`). The other kind of line marks the end of a session:
+
+    {"event": "close", "time": 80.2, "session_id": ".."}
 
 `keys` contains one name per full block of prompt and answer. If two blocks have the same name, their tokens and all
 tokens before them are equal. A name is a digest of the block's key and the log's secret, so that a reader of the log
 cannot test guessed prompts. Logs that are replayed together must have the same secret.
 
-benchmarks/step_recorder.py also logs all calls to the scheduler and all reports (add, step, report, update, fail,
-cancel). benchmarks/follow.py replays such a log step by step.
+benchmarks/step_recorder.py also logs calls of the scheduler and worker reports (the events add, step, report, update,
+fail, cancel). benchmarks/follow.py replays such a log step by step.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class StepCoalescer:
         return host, self._cost(work) - host
 
     def share(self, done: float) -> float:
-        """Return the share of a merged step's time that passes until the share `done` of its prompts is computed."""
+        """Return when the fraction `done` of a step's prompts is computed, as a fraction of the step's time."""
         return math.ceil(done * self.count) / self.count
 
     def _prompt_share(self) -> float:
@@ -134,13 +134,13 @@ class Simulation:
     seconds: float
     """From the first arrival to the last token."""
     whole_seconds: float
-    """From the first arrival to the end of all steps and transfers. Blocks are saved even after the last token."""
+    """From the first arrival to the end of all steps and transfers. Transfers may end after the last token."""
     compute_seconds: float
     num_steps: int
     links: tuple[SimulatedLink, ...]
     num_computed_blocks: int
     num_reused_blocks: int
-    """Number of computed blocks that were hit before they left every tier. A recomputed block is counted again."""
+    """Number of computed blocks that were hit later. A block that is computed twice and hit after each counts twice."""
     evictions: dict[str, int]
     """Number of evicted blocks by tier."""
     num_duplicates_evicted: int
@@ -156,7 +156,7 @@ class _Live:
     tokens: list[int]
     """Tokens of the prompt and the answer."""
     paths: list[int]
-    """Path numbers of the full blocks for which the trace contains ids."""
+    """Path numbers (see `number_paths`) of the full blocks for which the trace contains ids."""
     first_token_at: float | None = None
     is_counted: bool = False  # True once `num_hits` is set
     num_hits: int = 0
@@ -244,7 +244,7 @@ class Simulator:
         return self._result(len(trace))
 
     def _can_go_on(self, step: Step, following: float) -> bool:
-        """True if an event follows or the step changed the queue. If neither, raise StateError if requests are left."""
+        """True if an event follows or the step changed the queue. Otherwise, raise StateError if requests are left."""
         if following < math.inf or step.refused or step.preempted:
             return True
         if self.scheduler.has_work():
@@ -267,7 +267,7 @@ class Simulator:
         self.scheduler.add(request, now)
 
     def _step(self) -> Step | None:
-        """Run one step as the engine does. If steps in flight precede a merged step, only end these and return None."""
+        """Run one step as the engine does. Before a merged step, only collect the steps in flight and return None."""
         self._take_reports()
         self._steps.choose(min(self._next_arrival, self._worker.next_end) - self._now)
         if self._steps.count > 1 and self._in_flight:
@@ -338,7 +338,7 @@ class Simulator:
 
     def _settle(self, step: Step, began: float) -> None:
         """Set first-token times, as if the step computed one prompt after the other, and end finished requests."""
-        rows = [row for row in step.rows if row.request.id in self._live]  # without requests that ended in flight
+        rows = [row for row in step.rows if row.request.id in self._live]  # not yet ended
         prompts = sum(row.num_tokens for row in rows if self._live[row.request.id].first_token_at is None)
         done = 0
         for row in rows:

@@ -42,8 +42,8 @@ class TraceRequest:
     """One id per block; the last block may be partial. Requests whose first n ids are equal share n blocks."""
     block_tokens: int = TRACE_BLOCK_TOKENS
     has_answer: bool = False
-    """True if the full blocks of prompt and answer have ids (kvtier's log). False if the blocks of the prompt have ids,
-    including the last, partial block (Mooncake's format)."""
+    """True if all full blocks of prompt and answer have ids (kvtier's log). False if only the blocks of the prompt have
+    ids, and the last of these blocks may be partial (Mooncake's format)."""
     finish_reason: str = ""
     hints: Hints = NO_HINTS
     closed_at_ms: float | None = None
@@ -230,7 +230,7 @@ def _is_count(value: object) -> bool:
 
 
 def _renumbered(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """Renumber the block ids if their token ids would reach the ids that `sequence` uses for other tokens."""
+    """Renumber the block ids if `sequence` would use the same token for a block and for tokens without a block id."""
     highest = max((id for request in requests for id in request.hash_ids), default=0)
     if not requests or (highest + 1) * requests[0].block_tokens <= MAX_TOKEN - len(requests):
         return requests

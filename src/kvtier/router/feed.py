@@ -4,9 +4,9 @@
     LIVE --next batch------------------------------------------> LIVE
     LIVE --later batch: the batches in between are missing-----> GAP
     GAP  --replay of the missing batches-----------------------> LIVE
-    any  --`restart`, if the missing batches are unavailable---> LIVE        LATE if no batch was applied before
+    any  --`restart`, if the missing batches are unavailable---> LIVE        stays LATE if no batch was ever applied
     any  --newest batch, if its first event clears the index---> LIVE
-    any  --older number with a newer time: replica restarted---> index cleared, LIVE after batch 0, else LATE
+    any  --older number with a newer time: replica restarted---> LIVE if the number is 0, else LATE; index cleared
 
 Batches are applied as they arrive, even if earlier batches are missing. The index is then approximate. A wrong entry
 can cost a cache hit, but it never changes an answer, because the replica looks up the prompt itself. A replay contains
@@ -58,7 +58,7 @@ class ReplicaFeed:
         """Number of the first batch that has not arrived. Request a replay from this number unless the feed is LIVE."""
         self.num_malformed = 0
         """Number of events that were skipped because this version cannot read them."""
-        self._newest = 0  # number after the newest batch that was applied
+        self._newest = 0  # number of the newest applied batch, plus 1
         self._time = -np.inf  # time of the newest batch
 
     @property

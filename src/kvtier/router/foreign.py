@@ -103,8 +103,8 @@ class ForeignKeys:
 def _salt(event: Mapping[str, Any]) -> bytes:
     """Return a zero byte and the salt of the prompt, or nothing if the prompt has no salt.
 
-    The first block of a prompt has the salt as an extra key, besides the name of the adapter. Raise ArgumentError for
-    blocks with images or embeddings, which have further extra keys.
+    The `extra_keys` of a prompt's first block contain the name of the adapter and the salt. Raise ArgumentError for
+    blocks with images or embeddings, because these blocks have other extra keys too.
     """
     first = (event.get("extra_keys") or [None])[0] or ()
     texts = [each for each in first if each != event.get("lora_name")]

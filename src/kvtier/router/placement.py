@@ -3,7 +3,7 @@
 A hash table in numpy. Each bucket has 8 places. If the bucket of a block is full, the next bucket is tried.
 
     keys    [bucket, place]        64-bit hash of the block, 0 if the place is free
-    masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica, all bits for a shared block
+    masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica; all bits if replicas share it
 
 A lookup compares all blocks of a prompt with the places of their buckets in one call, so that 512 blocks take about as
 long as 100. A dict of Python ints takes 110 bytes per block without the masks. With the masks of 64 replicas and four
@@ -29,7 +29,7 @@ _MAX_LOAD = 0.65  # at this load about 10 % of the buckets overflow
 # Share of buckets marked as overflowed above which the table is rebuilt. Only a rebuild clears the marks.
 _MAX_OVERFLOWED = 1 / 4
 _WORD = 64
-_MIX = np.uint64(0x9E3779B97F4A7C15)  # spreads hashes of other engines, which may be small numbers
+_MIX = np.uint64(0x9E3779B97F4A7C15)  # spreads small numbers, which other engines may use as hashes
 _HALF = np.uint64(32)
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
@@ -37,7 +37,7 @@ _ALL = np.uint64((1 << 64) - 1)  # mask of a shared block: one bit for each poss
 
 
 def hashes_of(keys: bytes, key_bytes: int = 32) -> U64:
-    """Return the last 64 bits of each key, as KV events contain them."""
+    """Return the hashes of keys. The hash of a key is its last 64 bits."""
     if len(keys) % key_bytes:
         raise ArgumentError(f"{len(keys)} bytes are not a whole number of keys of {key_bytes} bytes")
     words = np.frombuffer(keys, ">u8").reshape(-1, key_bytes // 8)
@@ -297,7 +297,7 @@ def _num_distinct(numbers: I64) -> int:
 def _count_bits(masks: U64) -> I64:
     """Return, for each bit, the number of rows of `masks` [row, word] in which the bit is set.
 
-    One addition of 64-bit words adds eight counters of 8 bits each. A counter would overflow after 255 rows.
+    Each 64-bit word contains eight counters of 8 bits. Groups of 255 rows are added first, so no counter overflows.
     """
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").view(np.uint64)
     partial = np.add.reduceat(bits, np.arange(0, len(bits), 255), axis=0)

@@ -1,8 +1,8 @@
 """Router: estimates the time to first token of a prompt on each replica, and chooses the fastest replica.
 
-    time = queue                                     earlier prompts of the replica that have no token yet
-         + load of the prefix from its tiers         or computing the prefix, whichever is faster
-         + computing the rest                        duplicates cost extra, see RouterConfig.duplicate_cost
+    time = queue         computing the earlier prompts of the replica that have no token yet
+         + prefix        loading or computing the cached prefix, whichever is faster
+         + rest          computing the rest; duplicates cost extra, see RouterConfig.duplicate_cost
 
 Without events, only prompts in progress count as cached, so most requests go to the shortest queue.
 """
@@ -69,7 +69,7 @@ class ReplicaCosts:
 
     @classmethod
     def measured(cls, model: CostModel, block_tokens: int) -> ReplicaCosts | None:
-        """Return the costs, or None before steps of several lengths were measured. Load times may be guesses."""
+        """Return the costs, or None until steps of several lengths are measured. Load times may be guesses."""
         step = model.compute_seconds(0, 0)
         if step is None:
             return None
@@ -129,7 +129,7 @@ class RouteDecision:
     start_seconds: float
     """Seconds to load and compute the prompt once the queue is empty."""
     num_blocks: dict[str, int]
-    """Leading blocks of the prompt on this replica, by tier. The tier "expected" has blocks that are not cached yet."""
+    """Tier -> number of leading blocks of the prompt on this replica. Blocks in "expected" are not cached yet."""
     expected: Found
     """Blocks that the replica has not cached yet and computes for this request or an earlier request."""
 

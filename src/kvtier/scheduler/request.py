@@ -131,13 +131,13 @@ class SchedulerConfig:
     """Limits of a step, and rules for the order of requests."""
 
     max_rows: int = 256
-    """Maximum number of running requests, and so of rows in a step."""
+    """Maximum number of running requests. A step has at most one row per running request."""
     max_step_tokens: int = 2048
     """Maximum number of tokens in a step. Longer prompts are computed in chunks."""
     max_context: int = 1 << 30
     """Maximum number of tokens in a request, including prompt and output."""
     lookahead_tokens: int = 0
-    """Number of additional tokens for which a row that samples reserves blocks, if there is room."""
+    """A row that samples a token reserves blocks for this many tokens after its own, if there is room."""
     starts_early: bool = False
     """True if the worker can wait for loads layer by layer, so that a step may start before its loads end."""
     age_seconds: float = 30.0

@@ -7,7 +7,7 @@ Two steps can be in flight. The second step is scheduled as if each generating r
 
     schedule(t) -> schedule(t+1) -> update(t) -> schedule(t+2) -> update(t+1) ..
 
-    A request that must be preempted while it has a row in flight gets no row, so that the next step can preempt it.
+    If a request to preempt has a row in flight, it gets no new row, so that the next `schedule` can preempt it.
     If a request ends, its row in the later step is computed, but the result is ignored. Then the request's KV is freed.
     If step t has loads, step t+1 has no rows. A step has loads only if there is nothing else to compute.
     If step t fails, its requests end and step t+1 is discarded. The other requests of step t+1 run again.
@@ -39,7 +39,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._leaving: list[Request] = []  # requests that ended with a row in flight, which still writes to their KV
         self._steps: list[tuple[Step, float]] = []  # steps in flight, oldest first, each with the time of `schedule`
-        self._updated_at = -math.inf  # time of the last `update`; a step that was scheduled before this time began then
+        self._updated_at = -math.inf  # time of the last `update`, at which a step that was scheduled earlier begins
         self.is_paused = False
         """True if no request may run. Transfers continue."""
 
@@ -93,7 +93,7 @@ class Scheduler:
         copies = []
         for row in builder.rows:
             allocation = _held(row.request)
-            if row.first == allocation.num_cached_tokens:  # the first row since the admission, or its repetition
+            if row.first == allocation.num_cached_tokens:  # the first row since the admission, or its repeat
                 self.manager.on_scheduled(allocation, now=now)
                 if allocation.copy is not None:
                     copies.append(allocation.copy)
@@ -144,7 +144,7 @@ class Scheduler:
                 continue
             if not row.loads or self._is_ready(row.request, now):
                 self._take_result(row, result, now)
-            elif row.request.allocation is not None:  # otherwise a load failed, and the request waits again
+            elif row.request.allocation is not None:  # None if a load failed; the request then waits again
                 raise StateError(f"apply the reports of the loads of {row.request!r} before update()")
         self._free_leaving(now)
 
@@ -248,7 +248,7 @@ class Scheduler:
 
         If a request must wait for blocks, all later requests wait too, so that small requests do not delay a large
         request forever. If only the quota of a tenant is exceeded, only later requests of this tenant wait. Requests
-        with a prefetch in flight are skipped. Requests that cannot get their blocks even alone are refused.
+        with a prefetch in flight are skipped. Requests that would lack blocks even if they ran alone are refused.
         """
         if not builder.budget or len(self._running) >= self.config.max_rows:
             return
@@ -308,7 +308,7 @@ class Scheduler:
     def _shortage_with_others(self, request: Request, allocation: Allocation) -> Shortage | None:
         """Return a Shortage if the whole prompt does not fit together with the unfinished prompts of running requests.
 
-        Return None if the end of no other request could help. Without this check, a prompt would be computed in part,
+        Return None if no other request could free blocks. Without this check, a prompt would be computed in part,
         preempted for lack of room and computed again. With 16 users and room for 3 prompts, this doubled the work
         (2026-11-16).
         """
@@ -321,7 +321,7 @@ class Scheduler:
         return None if shortage is None or self._is_alone(request, shortage) else shortage
 
     def _is_alone(self, request: Request, shortage: Shortage) -> bool:
-        """True if the end of no other running or leaving request could resolve a shortage."""
+        """True if no other running or leaving request holds blocks that could resolve a shortage."""
         others = (other for other in (*self._running, *self._leaving) if other is not request)
         return not any(_may_help(other.chain, request, shortage) for other in others)
 
@@ -330,7 +330,7 @@ class Scheduler:
         return any(_may_help(lease.chain, request, shortage) for lease in self.manager.transfers.leases)
 
     def _end_prefetches(self, request: Request, shortage: Shortage) -> bool:
-        """End all prefetches of waiting requests whose end could resolve `shortage`. Return True if there were any."""
+        """End the prefetches that could free blocks for `request`. Return True if there were any."""
         prefetching = [other for other in self._waiting if other.prefetch is not None]
         prefetching = [other for other in prefetching if _may_help(other.chain, request, shortage)]
         for other in prefetching:
@@ -347,7 +347,7 @@ class Scheduler:
             request.why_loaded = str(allocation.decision or "")
 
     def _start_early(self, builder: _StepBuilder) -> None:
-        """Add a row of the first request whose loads a step can wait for layer by layer, unless blocks are short.
+        """Add a row of the first request with enough blocks whose loads the step can wait for layer by layer.
 
         Call this only if there are no other rows, because the waits would delay all rows of the step.
         """
@@ -408,7 +408,7 @@ class Scheduler:
         """
         others = [
             other
-            for other in reversed(self._running)  # at equal arrival, the latest admission
+            for other in reversed(self._running)  # so that, at equal arrival, `max` returns the latest admission
             if other.priority <= request.priority and _may_help(other.chain, request, shortage)
         ]
         return max(others, key=lambda other: (-other.priority, other.arrival))

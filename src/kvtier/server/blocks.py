@@ -104,5 +104,5 @@ class AnswerBlocks:
 
 
 def server_event(kind: str, body: dict[str, object]) -> bytes:
-    """Return a server-sent event named `kind`. The data consists of the field `type`, which is `kind`, and `body`."""
+    """Return a server-sent event named `kind`. Its data is `body` with the additional field `type`, set to `kind`."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), to_json({"type": kind, **body}))

@@ -50,7 +50,7 @@ class Bodies:
     pool: WorkerPool
     limits: Limits
     admission: Admission
-    _num_bytes: Counter[str] = field(default_factory=Counter)  # by tenant; of each body, only bytes above _FREE_BYTES
+    _num_bytes: Counter[str] = field(default_factory=Counter)  # by tenant, without the first _FREE_BYTES of each body
 
     async def read(self, request: Request, model: type[Body], *, is_counted: bool = False) -> Prepared[Body]:
         """Read and prepare a body. Raises ApiError if the body is rejected, ClientGone if the client disconnects.

@@ -46,7 +46,7 @@ class Usage(NamedTuple):
 
 
 class AnswerFormat(Protocol):
-    """Formats the answers to one request. `index` is the number of an answer, called choice by OpenAI."""
+    """Formats the answers to one request. `index` is the number of an answer, which OpenAI calls a choice."""
 
     def add(self, index: int, outputs: Sequence[Output]) -> int:
         """Append outputs to a choice of an unstreamed response. Returns the approximate number of bytes added."""
@@ -390,5 +390,5 @@ def _call_body(call: CallDelta) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float:
-    """Return `value`, or -9999 if it is lower. JSON cannot represent minus infinity."""
+    """Return `value`, but at least -9999, because JSON cannot represent minus infinity."""
     return max(value, -9999.0)

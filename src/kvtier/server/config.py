@@ -13,9 +13,9 @@ MAX_PRIORITY = 1000
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 _GPU_STEP_TOKENS = 512
 _CPU_STEP_TOKENS = 128
-"""Larger steps make prefill hardly faster, but delay the tokens of all other requests longer. SmolLM2-135M on
-one core of an EPYC computes prompts of 512 tokens in 3.1, 2.9, 2.6 and 2.7 ms per token with steps of 64, 128, 256 and
-512, and prompts of 2,048 tokens in 4.0, 3.4, 3.3 and 3.1 ms (2026-11-19)."""
+"""Larger steps delay the tokens of all other requests, and do not speed up prefill much. SmolLM2-135M on one core of an
+EPYC takes 3.1, 2.9, 2.6 and 2.7 ms per token of a 512-token prompt with steps of 64, 128, 256 and 512 tokens, and 4.0,
+3.4, 3.3 and 3.1 ms per token of a 2,048-token prompt (2026-11-19)."""
 _POLICIES = ("lru", "fifo", "arc", "s3fifo", "cost", "learned")
 _WRITES = ("write_through", "write_through_selective", "write_back")
 
@@ -23,7 +23,7 @@ _WRITES = ("write_through", "write_through_selective", "write_back")
 def option(default: Any, help: str, dest: str = "", **arguments: Any) -> Any:
     """Return a dataclass field that is also a command-line option.
 
-    The option is named `dest`, or like the field if `dest` is empty. `arguments` are passed to argparse.
+    The name of the option is `dest`, or the name of the field if `dest` is empty. `arguments` are passed to argparse.
     """
     return field(default=default, metadata={"help": help, "dest": dest, **arguments})
 
@@ -34,7 +34,7 @@ class TierOptions:
 
     block_tokens: int = option(16, "tokens per block")
     blocks: int = option(1024, "number of blocks in device memory")
-    host_blocks: int = option(0, "blocks in host memory; 0: --blocks if there is a store, else none")
+    host_blocks: int = option(0, "blocks in host memory; 0: as many as --blocks if there is a store, else none")
     disk: str = option("", "folder of the disk tier, whose contents survive restarts", metavar="FOLDER")
     disk_bytes: str = option("8GiB", "size of the disk tier", metavar="SIZE")
     disk_bytes_per_day: str = option("", "limit of the bytes written to the disk tier in 24 hours", metavar="SIZE")
@@ -59,7 +59,7 @@ class EngineOptions:
     tiers: TierOptions = field(default_factory=TierOptions)
     tensor_parallel: int = option(1, "number of processes that share the model's heads", metavar="RANKS")
     invariant: bool = option(False, "make answers independent of the other requests in a batch; slower")
-    products: str = option("exact", "products with quantised matrices on the CPU", choices=("exact", "integer"))
+    products: str = option("exact", "method of multiplying quantised matrices on the CPU", choices=("exact", "integer"))
     """`integer` is faster for few tokens. It rounds the activations, so answers can differ."""
     max_rows: int = option(64, "maximum number of requests per step")
     max_step_tokens: int = option(
@@ -103,8 +103,8 @@ class Limits:
     response_bytes: int = option(64 << 20, "size of a response that is not streamed", "max_response_bytes")
     """Only responses with log-probabilities get this large."""
     engine_reply_seconds: float = option(5.0, "time for the engine process to reply")
-    """The thread that replies does no other work than passing on commands, so it replies within milliseconds. 5 s are
-    enough even if the machine swaps."""
+    """The thread that replies only passes on commands, so it usually replies within milliseconds. 5 s are enough even
+    if the machine swaps."""
     engine_step_seconds: float = option(120.0, "time for a step of the engine")
     """The longest step is a prefill of `step_tokens` tokens. For an 8B model, 512 tokens take about 80 s on two CPU
     cores, which reach 100 GFLOP/s."""
@@ -186,7 +186,7 @@ class ServerConfig:
     metrics_port: int = option(0, "port for GET /metrics without a key; 0: none", metavar="PORT")
     otlp_traces_endpoint: str = option("", "OTLP/HTTP address for traces (extra `otel`)", metavar="URL")
     """For example http://collector:4318/v1/traces. One trace per completion request."""
-    names: tuple[str, ...] = option((), "name of the model in the API; repeatable (default: the file's)", "name")
+    names: tuple[str, ...] = option((), "name of the model in the API; repeatable (default: the file name)", "name")
     allow_origin: tuple[str, ...] = option((), "site whose pages may send requests (CORS); repeatable", metavar="URL")
     keep_billing_line: bool = option(False, "keep the line that some clients put at the head of the system text")
     """The line starts with `x-anthropic-billing-header:` and changes with every request. It is removed by default,

@@ -30,10 +30,10 @@ class ConnectionTable(Generic[Connection]):
 
         idle --request head complete--> busy --response complete--> idle
 
-    At the limit of its address, a new connection replaces the longest-idle connection of the address. At the total
-    limit, it replaces the longest-idle connection of the address with the most idle connections. Busy connections are
-    not closed. An attacker without a key has only idle connections, because requests without a key are answered at
-    once. New connections, such as those of health checks, can therefore replace the attacker's connections.
+    If an address is at its limit, a new connection of the address replaces its longest-idle connection. At the total
+    limit, a new connection replaces the longest-idle connection of the address that has the most idle connections.
+    Busy connections are not closed. An attacker without a key has only idle connections, because requests without a key
+    are answered at once. New connections, such as those of health checks, can therefore replace these connections.
     """
 
     def __init__(self, max_connections: int, max_per_address: int) -> None:

@@ -55,7 +55,7 @@ class Mailbox:
     """
 
     explanations: dict[str, Explanation] = field(default_factory=dict)  # of finished requests, by request id
-    num_left: int = 0  # number of unfinished answers: `take` has not yet returned their last output
+    num_left: int = 0  # number of answers whose last output `take` has not returned yet
     sent: float = 0.0  # time at which the engine process sent the newest output
     _outputs: list[Output] = field(default_factory=list)
     _waiter: asyncio.Future[None] | None = None

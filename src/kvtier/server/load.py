@@ -1,4 +1,4 @@
-"""Fast load generator for `kvtier bench`. Its clients use no HTTP library, read streams and can disconnect early."""
+"""Fast load generator for `kvtier bench`. Its clients read streams without an HTTP library, and can disconnect early."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LoadOptions:
     model: str
     clients: int = 8
     requests: int = 0
-    """Total number of requests from all clients. 0: no such limit. The load also ends after `seconds`, if set."""
+    """Total number of requests from all clients. 0 sets no limit. The load also ends after `seconds`, if set."""
     seconds: float = 0.0
     max_tokens: int = 64
     prompt_words: int = 64

@@ -23,7 +23,7 @@ _FRESH_SECONDS = 1.0
 
 
 class MetricsPage:
-    """Collects the metrics of front end and engine. The ASGI app serves GET /metrics and nothing else."""
+    """Collects the metrics of front end and engine. An instance is also an ASGI app that serves only GET /metrics."""
 
     def __init__(self, engine: Heartbeat, request_log: RequestLog) -> None:
         self._engine = engine

@@ -56,7 +56,7 @@ class EventStream(Response):
                 return  # uvicorn closes the connection of an unfinished response
 
     async def _send(self, send: Send, direct_send: Send) -> None:
-        """Send the stream. Events bypass the middleware, which uses only the start of a response."""
+        """Send the stream. Events bypass the middleware, which needs to see only the start of a response."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await direct_send({"type": "http.response.body", "body": self._first, "more_body": True})
         async for piece in self._rest:
@@ -187,7 +187,7 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _with_id(headers: list[tuple[bytes, bytes]], client_id: str) -> list[tuple[bytes, bytes]]:
-    """Add the client's id of the request, unless the response already has an id."""
+    """Add the request id that the client chose, unless the response already has an id."""
     has_id = any(name == b"x-request-id" for name, _ in headers)
     return headers if has_id else [*headers, (b"x-request-id", client_id.encode())]
 

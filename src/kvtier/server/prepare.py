@@ -68,7 +68,7 @@ class Prepared(Generic[Body]):
     text: str = ""
     """Text of the tokens, for a request to detokenize."""
     token_texts: Sequence[str] = ()
-    """Text of each token, if a request to tokenize asks for them."""
+    """Text of each token, if a request to tokenize asks for the texts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,10 @@ class PromptReport:
         first_scored: int = 1,
         token_ids: bool = False,
     ) -> None:
-        """`echo` repeats the text of the prompt, with `num_echoed_top` alternatives for each prompt token. `num_top` is
-        the number of alternatives in vLLM's `prompt_logprobs`; None leaves out this list. Prompt tokens have scores
-        from index `first_scored` on. `token_ids` adds the ids of all tokens.
+        """`echo` repeats the text of the prompt, with `num_echoed_top` alternatives for each prompt token.
+
+        `num_top` is the number of alternatives in vLLM's `prompt_logprobs`; None leaves out this list. `first_scored`
+        is the index of the first prompt token that has a score. `token_ids` adds the ids of all tokens.
         """
         self._tokenizer, self._prompts, self._n = tokenizer, prompts, n
         self.echo, self.num_echoed_top = echo, num_echoed_top
@@ -46,7 +47,7 @@ class PromptReport:
         self._has_ids: set[int] = set()
 
     def text(self, index: int) -> str:
-        """Return the text of the prompt if `echo` is set. Return an empty text otherwise, and in repeated calls."""
+        """Return the text of the prompt in the first call for a choice if `echo` is set, else an empty text."""
         if not self.echo or index in self._has_text:
             return ""
         self._has_text.add(index)
@@ -60,7 +61,7 @@ class PromptReport:
         return list(self.prompt(index))
 
     def tokens(self, index: int, scores: Sequence[PromptLogprobs]) -> list[ScoredToken]:
-        """Return the prompt tokens of the next `scores`. The first call for a choice adds tokens without a score."""
+        """Return the next prompt tokens with their `scores`. The first call for a choice adds the tokens before them."""
         prompt, begin = self.prompt(index), self._num_shown[index]
         first = [] if begin else [ScoredToken(token, None) for token in prompt[: self._first_scored]]
         begin += len(first)

@@ -80,7 +80,7 @@ class RequestLog:
             self._ttfts.append((time.monotonic(), record.ttft_seconds))
 
     def find(self, name: str) -> str:
-        """Return the id of the latest finished request whose `client_id` is `name`; without one, return `name`."""
+        """Return the id of the latest finished request whose `client_id` is `name`, or `name` if there is none."""
         return next((record.id for record in reversed(self._recent) if record.client_id == name), name)
 
     def notes(self, request_id: str) -> list[str]:
