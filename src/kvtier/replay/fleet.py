@@ -66,7 +66,7 @@ class FleetSummary:
     ttft: dict[str, float]
     """Percentiles of the simulated time to the first token, in seconds."""
     decision_seconds: float
-    """CPU time per request of the router's methods: `route`, `on_finish`, and the updates of its index."""
+    """CPU time of the router per request, for `route`, `on_finish` and the updates of its index."""
     index_bytes: int
     num_index_blocks: int
     """Distinct blocks in the index of the router."""

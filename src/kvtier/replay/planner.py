@@ -11,7 +11,7 @@ from kvtier.replay.deployment import GIB, Deployment, Summary, simulate
 from kvtier.replay.hardware import PriceSpec
 from kvtier.replay.trace import TraceRequest
 
-STEP = 100 * GIB  # memory that `PlanResult.more_host` and `more_disk` add
+STEP = 100 * GIB  # bytes that `PlanResult.more_host` and `PlanResult.more_disk` add
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class PlanResult:
     more_host: PlanPoint
     """The setup `chosen` (`nearest` if `chosen` is None) with another 100 GiB of host memory."""
     more_disk: PlanPoint | None
-    """The same setup with another 100 GiB of disk. None if no disk was given or the setup has no host memory."""
+    """That setup with another 100 GiB of disk instead. None if there is no disk or that setup has no host memory."""
 
 
 def plan(
@@ -107,7 +107,7 @@ def capacities(num_blocks: int, count: int = 20) -> list[int]:
 
 
 def setups(setup: Deployment, footprint: int) -> list[tuple[int, int]]:
-    """Return the (host, disk) bytes to simulate. Sizes double until the footprint, also in bytes, fits."""
+    """Return the (host, disk) sizes to simulate, in bytes. Sizes double until `footprint` bytes fit."""
     hosts = [0, *_powers(32 * GIB, footprint)]
     sizes = [(host, 0) for host in hosts]
     if setup.disk is not None:

@@ -14,8 +14,8 @@ The line also has `state` (see RequestState) and, if known, `finish_reason` and 
 tokens before them are equal. A name is a digest of the block's key and the log's secret, so that a reader of the log
 cannot test guessed prompts. Logs that are replayed together must have the same secret.
 
-benchmarks/step_recorder.py also logs calls of the scheduler and worker reports (the events add, step, report, update,
-fail, cancel). benchmarks/follow.py replays such a log step by step.
+benchmarks/step_recorder.py also logs each call of a scheduler method and each report of a worker.
+benchmarks/follow.py replays such a log step by step.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class Simulation:
     links: tuple[SimulatedLink, ...]
     num_computed_blocks: int
     num_reused_blocks: int
-    """Number of computed blocks that were hit later. A block that is computed twice and hit after each counts twice."""
+    """Number of computed blocks that were hit later. A block that is recomputed and hit again is counted again."""
     evictions: dict[str, int]
     """Number of evicted blocks by tier."""
     num_duplicates_evicted: int
@@ -267,7 +267,7 @@ class Simulator:
         self.scheduler.add(request, now)
 
     def _step(self) -> Step | None:
-        """Run one step as the engine does. Before a merged step, only collect the steps in flight and return None."""
+        """Run one step and return it. If steps are in flight before a merged step, collect them and return None."""
         self._take_reports()
         self._steps.choose(min(self._next_arrival, self._worker.next_end) - self._now)
         if self._steps.count > 1 and self._in_flight:
@@ -338,7 +338,7 @@ class Simulator:
 
     def _settle(self, step: Step, began: float) -> None:
         """Set first-token times, as if the step computed one prompt after the other, and end finished requests."""
-        rows = [row for row in step.rows if row.request.id in self._live]  # not yet ended
+        rows = [row for row in step.rows if row.request.id in self._live]  # without ended requests
         prompts = sum(row.num_tokens for row in rows if self._live[row.request.id].first_token_at is None)
         done = 0
         for row in rows:

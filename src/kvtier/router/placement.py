@@ -3,7 +3,7 @@
 A hash table in numpy. Each bucket has 8 places. If the bucket of a block is full, the next bucket is tried.
 
     keys    [bucket, place]        64-bit hash of the block, 0 if the place is free
-    masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica; all bits if replicas share it
+    masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica; all bits for a shared store
 
 A lookup compares all blocks of a prompt with the places of their buckets in one call, so that 512 blocks take about as
 long as 100. A dict of Python ints takes 110 bytes per block without the masks. With the masks of 64 replicas and four

@@ -75,9 +75,9 @@ class Request:
     """Rows of the request in the steps in flight, oldest first; at most two."""
     num_computed: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
-    """Number of cached prompt tokens at the last admission before the first preemption."""
+    """Number of cached prompt tokens. Set at each admission until the request is preempted for the first time."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
-    """Tier name -> number of cached prompt tokens at the admission that set `num_cached_tokens`."""
+    """Tier name -> number of cached prompt tokens. Set together with `num_cached_tokens`."""
     why_loaded: str = field(init=False, default="")
     """Reason why blocks in lower tiers were loaded or recomputed. Empty if there was no such decision."""
     num_preempted: int = field(init=False, default=0)

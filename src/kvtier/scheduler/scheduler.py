@@ -39,7 +39,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._leaving: list[Request] = []  # requests that ended with a row in flight, which still writes to their KV
         self._steps: list[tuple[Step, float]] = []  # steps in flight, oldest first, each with the time of `schedule`
-        self._updated_at = -math.inf  # time of the last `update`, at which a step that was scheduled earlier begins
+        self._updated_at = -math.inf  # time of the last `update`; the next step begins no earlier
         self.is_paused = False
         """True if no request may run. Transfers continue."""
 
@@ -93,7 +93,7 @@ class Scheduler:
         copies = []
         for row in builder.rows:
             allocation = _held(row.request)
-            if row.first == allocation.num_cached_tokens:  # the first row since the admission, or its repeat
+            if row.first == allocation.num_cached_tokens:  # first row since the admission, or again after `discard`
                 self.manager.on_scheduled(allocation, now=now)
                 if allocation.copy is not None:
                     copies.append(allocation.copy)

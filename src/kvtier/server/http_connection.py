@@ -45,7 +45,7 @@ class HttpConnection(HttpToolsProtocol):
         self._is_pipelining = False
         self._is_closing = False
         self._num_head_bytes = 0
-        self._num_raw_bytes = 0  # input bytes since the last completely parsed part of a message, or error response
+        self._num_raw_bytes = 0  # input bytes since the parser completed a part of a message, or since the error answer
         self._refusal: ApiError | None = None  # error that a parser callback raised
 
     # ---- connection ----

@@ -1,4 +1,4 @@
-"""Fast load generator for `kvtier bench`. Its clients read streams without an HTTP library, and can disconnect early."""
+"""Fast load generator for `kvtier bench`. Its clients read streams without an HTTP library and can disconnect early."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class PromptReport:
         return list(self.prompt(index))
 
     def tokens(self, index: int, scores: Sequence[PromptLogprobs]) -> list[ScoredToken]:
-        """Return the next prompt tokens with their `scores`. The first call for a choice adds the tokens before them."""
+        """Return the next prompt tokens with `scores`. The first call for a choice starts with the unscored tokens."""
         prompt, begin = self.prompt(index), self._num_shown[index]
         first = [] if begin else [ScoredToken(token, None) for token in prompt[: self._first_scored]]
         begin += len(first)

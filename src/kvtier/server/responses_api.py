@@ -288,7 +288,7 @@ class ResponsesRequest(Strict):
 
     @property
     def skipped(self) -> list[str]:
-        """Skipped tools, each as `tools.` and its type."""
+        """Names of the skipped tools. A name is `tools.`, followed by the type of the tool."""
         return [f"tools.{tool.type}" for tool in self.tools or () if tool.type != "function"]
 
     def without_prompt(self) -> Self:

@@ -79,7 +79,7 @@ class SchemaChecks:
         self._num_waiting: Counter[tuple[str, bytes]] = Counter()
 
     async def check(self, schema: Grammar, tenant: str) -> None:
-        """Raise ApiError if the schema or the check fails. Concurrent calls with the same arguments share one check."""
+        """Raise ApiError if the schema is invalid or the check fails. Equal concurrent calls share one check."""
         digest = _digest(schema)
         result = self._results.get(tenant, digest) or await self._share((tenant, digest), schema)
         if isinstance(result, ApiError):

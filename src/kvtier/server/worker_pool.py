@@ -91,7 +91,7 @@ class WorkerPool:
     """Up to `size` processes, started on demand.
 
     If `size` is above 1, calls of one tenant use at most `size` - 1 processes. In a server without tenants, this limit
-    applies to calls of one function. Each pair of tenant and function name has a queue. Queues take turns of one call.
+    applies per function. Each pair of tenant and function name has a queue. The queues take turns, one call per turn.
     """
 
     def __init__(self, config: PrepareConfig, size: int, *, has_tenants: bool) -> None:
@@ -186,8 +186,8 @@ class WorkerPool:
     async def _serve(self) -> None:
         """Run a process and send calls to it. Replaces the process if it fails.
 
-        A failed start is repeated, because the process may have been killed. From the second failed start in a row on,
-        each failed start makes the waiting calls fail.
+        A failed start is repeated, because the process may have been killed. All waiting calls fail after the second
+        failed start in a row, and after each further one.
         """
         num_failed = 0
         while True:

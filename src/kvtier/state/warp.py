@@ -238,7 +238,7 @@ def _add_warp(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, 
 def row_copies(index: I64, size0: int, old: int, new: int, out: int, row_bytes: int) -> I64:
     """Return the table of copies from the addresses `old` and `new` to `out`. An address of 0 means no rows."""
     is_new, rows = index >= size0, np.arange(len(index))
-    # Number new rows from size0 + 1 on, so that no run contains both old and new rows.
+    # Give new rows numbers above size0, so that no run contains both old and new rows.
     at, source, length = find_runs(np.where(is_new, new != 0, old != 0), np.where(is_new, size0 + 1 + rows, index))
     src = np.where(source < size0, old + source * row_bytes, new + at * row_bytes)
     return np.stack((src, out + at * row_bytes, length * row_bytes))

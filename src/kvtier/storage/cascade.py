@@ -65,8 +65,9 @@ class Cascade:
         return self._meter.end("reads", outcomes, begin)
 
     def write(self, writes: Sequence[Write], *, timeout_s: float | None = None) -> Results:
-        """Write to all writable stores. STORED means that at least one store has the object. `reason` then lists the
-        errors of the other stores, if any.
+        """Write to all writable stores. STORED means that at least one store has the object.
+
+        The `reason` of a STORED object lists the errors of the other stores, if any.
         """
         begin = self._meter.begin([write.key for write in writes])
         results = self._in_parallel(lambda store: store.write, writes, timeout_s)

@@ -116,7 +116,7 @@ def checksum_joined(pieces: Sequence[memoryview], target: memoryview | None = No
 
 
 def checksums(pieces: Sequence[memoryview]) -> list[int]:
-    """Return the checksum of each piece. If native.c supports all sizes, two threads compute `_LARGE` bytes or more."""
+    """Return the checksum of each piece. Use two threads for `_LARGE` bytes or more if native.c supports all sizes."""
     code = native().code
     sizes = [len(piece) for piece in pieces]
     if code is None or any(size % _STEP or not size for size in sizes) or sum(sizes) < _LARGE:
