@@ -24,7 +24,7 @@ from kvtier.replay.trace import Trace
 Json = dict[str, Any]
 SHOWN_PROBLEMS = 20  # maximum number of invalid lines in a report
 TIERS = ("device", "host", "disk")
-OVERLOAD_SECONDS = 10.0  # median time in the queue above which the report says that the GPUs are overloaded
+OVERLOAD_SECONDS = 10.0  # if the median queue time is above this, the report says that the GPUs are overloaded
 SHARES = ("hit rate", *TIERS, "GPU busy", "never reused")
 """Columns whose values are fractions."""
 
@@ -253,7 +253,7 @@ def _refused(result: Json) -> list[int]:
 
 
 def _widest(result: Json) -> list[Json]:
-    links: list[Json] = max((run["links"] for run in result["results"]), key=len, default=[])  # a run may have no disk
+    links: list[Json] = max((run["links"] for run in result["results"]), key=len, default=[])  # most with a disk
     return links
 
 

@@ -175,7 +175,7 @@ class SimulatedWorker:
         return min(link.next_end for link in self.links.values())
 
     def end_of(self, transfer_ids: tuple[int, ...]) -> float:
-        """Return the time at which the last of these loads ends, or 0 if all have ended."""
+        """Return the time at which the last of the loads `transfer_ids` ends, or 0 if all have ended."""
         ends = [self.links[TO_DEVICE].end_of(number) for number in transfer_ids]
         return max((end for end in ends if end is not None), default=0.0)
 

@@ -15,7 +15,7 @@ from kvtier.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class SyntheticTrace:
-    """Parameters of a trace. Turns and lengths are means of geometric distributions. A block has 512 tokens.
+    """Parameters of a trace. `turns` and the lengths are means of geometric distributions. A block has 512 tokens.
 
     A session starts with one of `system_prompts` prompts. Some sessions continue with tool definitions (`agent_share`)
     or with one of `documents` documents (`document_share`). Then every turn adds a message, and the answer is added

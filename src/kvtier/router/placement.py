@@ -3,7 +3,7 @@
 A hash table in numpy. Each bucket has 8 places. If the bucket of a block is full, the next bucket is tried.
 
     keys    [bucket, place]        64-bit hash of the block, 0 if the place is free
-    masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica; all bits for a shared store
+    masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica, or all bits (see `share`)
 
 A lookup compares all blocks of a prompt with the places of their buckets in one call, so that 512 blocks take about as
 long as 100. A dict of Python ints takes 110 bytes per block without the masks. With the masks of 64 replicas and four
@@ -26,7 +26,7 @@ Counts = np.ndarray[Any, np.dtype[np.int32]]
 
 _PLACES = 8  # places per bucket: one cache line of keys
 _MAX_LOAD = 0.65  # at this load about 10 % of the buckets overflow
-# Share of buckets marked as overflowed above which the table is rebuilt. Only a rebuild clears the marks.
+# The table is rebuilt if more than this share of the buckets is marked as overflowed. Only a rebuild clears the marks.
 _MAX_OVERFLOWED = 1 / 4
 _WORD = 64
 _MIX = np.uint64(0x9E3779B97F4A7C15)  # spreads small numbers, which other engines may use as hashes

@@ -138,7 +138,7 @@ class Router:
     """Replicas, their blocks and their queues. All methods except `check` may change this state. Not thread-safe.
 
     The uncached blocks of a prompt count as `expected` on the chosen replica until the request ends. The replica is
-    therefore preferred for prompts with the same prefix before KV events report these blocks.
+    therefore preferred for prompts with the same prefix even before KV events report these blocks.
     """
 
     def __init__(self, config: RouterConfig | None = None) -> None:
@@ -282,7 +282,7 @@ class Router:
         return start
 
     def _num_duplicates(self, counts: Counts) -> F64:
-        """Return, for each replica, the number of prompt tokens that only other replicas have or will compute."""
+        """Return, for each replica, how many prompt tokens only other replicas have cached or will compute."""
         held = counts.sum(axis=0)
         lacking: F64 = (held.max() - held) * float(self.config.block_tokens)
         return lacking

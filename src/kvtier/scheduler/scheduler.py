@@ -285,7 +285,7 @@ class Scheduler:
                 builder.take(Row.of(request, min(stop - found.num_cached_tokens, builder.budget)))
 
     def _allocate(self, request: Request, budget: int, now: float) -> Allocation | Shortage | None:
-        """Allocate KV for a first row. Return a Shortage if blocks are short, or None if the prefetch was repeated."""
+        """Allocate KV for a first row. Return a Shortage if blocks are short, or None if the prefetch starts again."""
         prefetch = request.prefetch
         allocation = self.manager.match(
             request.chain,

@@ -35,7 +35,7 @@ class Admission:
         self.closed = ""  # reason to reject all requests; empty if requests are accepted
 
     def max_tokens(self, tenant: Tenant | None) -> int:
-        """Return the maximum number of tokens of a prompt plus one answer, from context, device tier and quota."""
+        """Return how many tokens a prompt plus one answer may have, limited by context, device tier and quota."""
         quota = tenant.device_blocks if tenant is not None else 0
         num_blocks = min(quota, self.num_device_blocks) if quota else self.num_device_blocks
         return min(self._started.max_context, num_blocks * self._started.block_tokens)

@@ -93,7 +93,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "the response; a stream of events if stream is true", "content": {"text/event-stream": {}}}
 }
-_TOKENIZED = 10  # a request that only tokenizes costs its tenant one token of the quota per this many tokens
+_TOKENIZED = 10  # if a request only tokenizes, this many tokens cost its tenant one token of the quota
 
 
 def make_app(

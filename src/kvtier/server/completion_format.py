@@ -162,7 +162,7 @@ class CompletionFormat:
         """`syntax` is the form of reasoning and tool calls. If it is None, the whole text is content.
 
         `prompt` supplies the fields about the prompts. If it is None, the response has no such fields. `include_usage`
-        adds an event with the usage to the end of a stream. `names_ids` names tokens in log-probabilities by their ids.
+        adds an event with the usage to the end of a stream. With `names_ids`, log-probabilities name tokens by ids.
         """
         kind, chunk = ("chat.completion", "chat.completion.chunk") if is_chat else ("text_completion",) * 2
         self._frame = {"id": id, "object": kind, "created": created, "model": model}

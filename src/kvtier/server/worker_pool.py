@@ -102,7 +102,7 @@ class WorkerPool:
         self._waiting: list[_Task] = []
         self._turns: Counter[tuple[str, str]] = Counter()  # number of the latest turn of each queue
         self._running: Counter[str] = Counter()
-        self._serving: list[asyncio.Task[None]] = []  # each keeps one process alive
+        self._serving: list[asyncio.Task[None]] = []  # each task keeps one process running
         self._processes: list[_Process] = []
         self._dead: list[subprocess.Popen[bytes]] = []  # killed, and perhaps not exited yet
         self._changed = asyncio.Event()

@@ -74,7 +74,7 @@ class State:
 class RowMap:
     """Assigns each sequence a stable row, the same in all batches. `rows[i]` is the stable row of batch row i.
 
-    Use State for rows of a few bytes that many kernels read, and RowMap for large rows (on a CPU, from a few KiB on).
+    Use State for rows of a few bytes that many kernels read, and RowMap for large rows (on a CPU, a few KiB or more).
     State needs twice the memory, and a copy in each step in which rows change. With 256 rows of which a tenth changes,
     this copy takes 50 us on an H200. On a CPU it takes 60 us for rows of 8 bytes and 1 ms for rows of 64 KiB. RowMap
     takes 15 us for any size, but every kernel needs the index vector (benchmarks/state.py).

@@ -1,7 +1,7 @@
 """Calls to a store: threads, deadline, results and the circuit breaker.
 
-A call returns at its deadline even if the store hangs. The Breaker then refuses further calls for some time, and as
-long as a job of the late call hangs.
+A call returns at its deadline even if the store hangs. The Breaker then refuses further calls for some time, and at
+least until no job of the late call hangs.
 """
 
 from __future__ import annotations
