@@ -83,7 +83,7 @@ def random_server(random_model: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def transformers_scores(random_model: Path) -> Callable[[Sequence[tuple[list[int], list[int]]]], list[float]]:
-    """Return a function that computes log-likelihoods of continuations with transformers and `random_model`."""
+    """Return a function that uses transformers and `random_model` to compute the log-likelihoods of continuations."""
     script = """
 import json, sys, torch, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()

@@ -46,7 +46,7 @@ _S3_THREADS = 16  # each request has one object and mostly waits for the network
 def open_store(
     where: str | Sequence[str], *, secret: bytes | None = None, shard: int = 0, num_shards: int = 1
 ) -> Store:
-    """Open the store at a URL. Several URLs make a Cascade, which reads in order and writes to URLs without `write=no`.
+    """Open the store at a URL. Several URLs make a Cascade. It reads in order, and does not write to `write=no` URLs.
 
         store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
 
@@ -297,7 +297,7 @@ def _open_mooncake(options: _UrlOptions, secret: bytes | None) -> Store:
 def _open_remote(
     options: _UrlOptions, secret: bytes | None, connect: Callable[[int, float, float | None], Bucket], num_threads: int
 ) -> Store:
-    """Read the options that all servers share, connect, and return the store."""
+    """Read the options that all remote stores have, connect to the server, and return the store."""
     secret, ttl_s = _secret(options, secret), options.seconds("ttl", 0.0) or None
     envelope = Envelope(None if secret is None else Cipher(secret), _compression(options), ttl_s)
     timeout_s = options.seconds("timeout", DEFAULT_TIMEOUT_S)
@@ -347,7 +347,7 @@ class ShardStores:
     stores: tuple[Store, ...]
     first: int = 0
     replicated: Store | None = None
-    """Store of the data that all ranks hold. Only rank 0 writes this data. None if the store is `stores[0]`."""
+    """Store of the data that all ranks hold. Only rank 0 writes this data. None if `stores[0]` keeps this data too."""
 
     @property
     def all(self) -> tuple[Store, ...]:

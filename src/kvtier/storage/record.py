@@ -13,7 +13,7 @@
      96     16  token digest
     112      8  size of the uncompressed object
     120      8  size of the stored payload, which may be compressed
-    128      8  checksum of the stored payload and the token ids (checksum.py; if encrypted on disk: sealing.py)
+    128      8  checksum of the stored payload and the token ids (exception: encrypted disk stores, see sealing.py)
     136      8  expiry in seconds since 1970, or 0 for no expiry
     144    108  zeros
     252      4  CRC-32 of the first 252 bytes

@@ -160,7 +160,7 @@ class Label:
 
     @classmethod
     def of(cls, namespace: bytes, token_ids: bytes, *, secret: bytes = b"", keep_ids: bool = False) -> Label:
-        """Return the label of a block. With a `secret`, the digest does not let readers of the store test prompts."""
+        """Return the label of a block. With a `secret`, others cannot compute the token digests of guessed prompts."""
         return cls(namespace, digest_tokens(token_ids, secret), bytes(token_ids) if keep_ids else b"")
 
     def difference(self, expected: Label) -> str:
@@ -256,7 +256,7 @@ class StoreStats:
     num_refused: int = 0
     """Calls refused by an open breaker."""
     written_bytes: int = 0
-    """Bytes that a disk store has written since it was opened. Includes records, and objects rounded up to pages."""
+    """Bytes that a disk store has written since it was opened: records, and objects rounded up to whole pages."""
     day_bytes: int = 0
     """Bytes written in the current hour and the 24 hours before it. The limit is `max_day_bytes`."""
     max_day_bytes: int = 0

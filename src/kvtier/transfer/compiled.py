@@ -2,7 +2,8 @@
 slice.
 
 A slice contains some blocks, with all layers or with one group of layers. It is submitted as a unit, and arrives or
-fails as a unit. A staged slice fits into one slot of the staging ring (staging.py). Others have about slice_bytes.
+fails as a unit. A staged slice fits into one slot of the staging ring (staging.py). Other slices have about
+`slice_bytes` bytes.
 
     blocks, sorted by destination     0 ........ 31 | 32 ........ 63 | ...
     layer-wise: layers 0-7 of all blocks, then layers 8-15 of all blocks, ...
@@ -198,7 +199,7 @@ def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool)
     if step < 1:
         raise ArgumentError(f"a block of {span_bytes} bytes does not fit into a staging chunk of {chunk_bytes}")
     first = min(count, step, max(FIRST_CHUNK_BYTES // stride, count // _FIRST_SHARE, 1)) if ramp else 0
-    # the remaining chunks are equal, because copying a short chunk would not hide the kernel of the next chunk
+    # the remaining chunks are equal, because a short chunk would be copied before the next one is gathered
     left = count - first
     num_full = -(-left // step)
     sizes = [first, *(left * (k + 1) // num_full - left * k // num_full for k in range(num_full))]

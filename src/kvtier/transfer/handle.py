@@ -102,7 +102,7 @@ class TransferHandle:
         self._next_slice = 0  # the next slice to claim
         self._num_claimed = 0  # slices claimed and not yet submitted
         self._ends: list[Event] = []
-        self._errors: dict[int, BaseException] = {}  # by slice
+        self._errors: dict[int, BaseException] = {}  # by index of the slice
         self._status = TransferStatus.QUEUED
         self._report: TransferReport | None = None
         self.was_waited_for = False

@@ -83,7 +83,7 @@ class HostMemory:
         self._changed = threading.Condition()
         self.growth = GrowthState.GROWING
         self.num_ready = 0
-        """Number of usable slots: 0 to num_ready - 1."""
+        """The slots 0 to num_ready - 1 are usable."""
         if background and not self._is_lazy:
             grow = threading.Thread(
                 target=_grow, args=(weakref.ref(self),), name=f"kvtier-pin-{group.name}", daemon=True
@@ -213,7 +213,7 @@ def _grow(watched: weakref.ref[HostMemory]) -> None:
 def block_checksums(host: HostMemory, slots: Ids, threads: int = 1) -> dict[int, int]:
     """Return the CRC-32 of the block in each of these slots.
 
-    The compiled code computes 7 GB/s per core, zlib 1.6 GB/s (Xeon, 2026-11-15). The checksums detect memory errors. A
+    The compiled code reads 7 GB/s per core, zlib 1.6 GB/s (Xeon, 2026-11-15). The checksums detect memory errors. A
     keyed hash would also detect an attacker who writes to this memory, but such an attacker controls the process
     anyway.
     """

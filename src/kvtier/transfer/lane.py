@@ -2,8 +2,8 @@
 
 Urgent transfers have a separate stream and do not wait for bulk transfers. While an urgent transfer is in flight, no
 bulk slice is submitted. At most max_urgent_bytes of urgent and max_in_flight_bytes of bulk transfers are in flight. A
-bulk transfer above its limit is queued, and starts slice by slice. A slice or an urgent transfer above its limit starts
-when no other copy of the same kind (urgent or bulk) is in flight.
+bulk transfer that is larger than its limit is queued, and starts slice by slice. If a single slice or a whole urgent
+transfer is larger than its limit, it starts when no other copy of the same kind (urgent or bulk) is in flight.
 
 If a whole transfer may start now by these rules and no queued transfer must go first, the thread that calls `submit`
 submits all slices at once. Otherwise the whole transfer is queued, and the lane's own thread submits the slices one by

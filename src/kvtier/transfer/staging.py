@@ -41,7 +41,7 @@ Mover = Callable[[PathName, CopyContext, Pieces], PathName]
 # Priority of the kernel stream; lower numbers run first. The streams of a lane have other priorities. torch's pool can
 # return the same stream twice for one priority, and kernels that share a stream with copies would wait for them.
 _FIRST = -2
-_SLOW = 0.96  # share of the best known rate; interfering pairs reach 0.93, others 0.98 or more
+_SLOW = 0.96  # share of the best known rate; with slow kernel streams, copies reach 0.93, with others 0.98 or more
 _TIMED_BYTES = 32 << 20  # smaller copies are not timed
 _JUDGED = 4  # copies to time for each decision, because other traffic may slow down a single copy
 

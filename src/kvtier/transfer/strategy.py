@@ -50,7 +50,7 @@ class TransferConfig:
     num_chunks: int = 3
     """Number of slots of the staging ring."""
     gather_blocks: int = 264
-    """Number of thread blocks of a gather or scatter kernel. The default is two per multiprocessor of an H200 (132)."""
+    """Number of thread blocks of a gather or scatter kernel. Default: two for each of an H200's 132 multiprocessors."""
 
     def __post_init__(self) -> None:
         if self.strategy is not None and self.strategy not in STRATEGIES:
@@ -117,7 +117,7 @@ class StrategyChoice:
     note: str = ""
     """The reason without the estimates."""
     estimate: Callable[[], tuple[Prices, Prices]] | None = None
-    """Returns the result of `_prices`. None if no prices were compared: a forced or only strategy, or no blocks."""
+    """Returns the result of `_prices`. None if the strategy was forced, was the only one, or there are no blocks."""
 
     @property
     def why(self) -> str:
@@ -156,14 +156,14 @@ def choose(shape: TransferShape, forced: Strategy | None = None, costs: CostTabl
 def _cheapest(
     src: Placement, dst: Placement, table: CostTable, bytes_bits: int, parts_bits: int, spans_bits: int
 ) -> Strategy:
-    """Return the cheapest strategy for sizes with these numbers of bits. 3/4 of 2^n is a typical size with n bits."""
+    """Return the cheapest strategy. Each size is given by its number of bits: n bits stand for 3/4 of 2^n."""
     shape = TransferShape(src, dst, *(3 << bits >> 2 for bits in (bytes_bits, parts_bits, spans_bits)))
     prices = _prices(shape, _options(src, dst, parts_bits == spans_bits)[0], table)[1]
     return min(prices, key=lambda name: prices[name])
 
 
 def _prices(shape: TransferShape, paths: Paths, table: CostTable) -> tuple[Prices, Prices]:
-    """Return the times of the usable strategies in microseconds, and their prices, which add the model's lost time."""
+    """Return the time and the price of each usable strategy. A price is the time plus the model's lost time (us)."""
     device = shape.dst if shape.dst.is_device else shape.src
     link, inside, engine = CopyContext(shape.src, shape.dst, None), CopyContext(device, device, None), paths["direct"]
     parts = table.estimate_us(link, shape.num_parts, shape.nbytes)

@@ -84,7 +84,7 @@ class CacheController:
         self._hosts = self._new_hosts(num_host_blocks)
         for host in self._hosts:
             host.wait_ready(min(host.num_slots, host.piece_slots))
-        self.register(caches)  # before the stores and the scrubber start threads, which an error would leave behind
+        self.register(caches)  # may fail, so it must run before the stores and the scrubber start their threads
         self._stores = StoreWorker(stores or {}, layout.groups, self._hosts, namespace, sharding, secret)
         self._in_flight: dict[int, _CopyJob] = {}
         self._by_copy: dict[int, _CopyJob] = {}

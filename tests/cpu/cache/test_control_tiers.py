@@ -138,7 +138,7 @@ def test_sleep_frees_device_blocks_and_wake_loads_from_host(caches):
 
 @pytest.mark.parametrize("num_blocks", [6, 16, 40])
 def test_wake_with_new_size_waits_for_store_writes(caches, num_blocks):
-    """During sleep, steps continue transfers between host and store. `wake` must wait for these transfers."""
+    """While the engine sleeps, blocks are still copied between host and store. `wake` must wait for these copies."""
     cache = caches(saving=WritebackConfig(max_blocks=1))
     cache.add(cache.chain(1))
     for _ in range(3):

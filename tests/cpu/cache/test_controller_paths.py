@@ -266,7 +266,7 @@ def test_save_that_cannot_start_does_not_fail_other_saves(rigs):
 
 
 def test_submit_waits_for_started_copy_if_another_group_fails():
-    """The tensor of the second group is too short, so the copy of this group cannot start. The first copy runs."""
+    """The tensor of the second group is too short, so its copy cannot start. The copy of the first group runs."""
     gate = Gate()
     caches = [caches_of(8)[0], caches_of(4)[1]]
     controller = CacheController(LAYOUT, caches, 8, mover=gate)

@@ -445,7 +445,7 @@ def test_fetch_does_not_write_a_corrupt_shard_to_the_host(ranks):
 
 
 class Cache:
-    """One manager and a controller per rank. `stores` is one store for all ranks, or a list with one store per rank."""
+    """A manager, and one controller per rank. `stores` is a store for all ranks, or a list with one store per rank."""
 
     def __init__(self, num_ranks: int, stores, *, is_shared: bool) -> None:
         self.namespace = Namespace("model", block_tokens=4)

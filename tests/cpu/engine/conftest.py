@@ -59,7 +59,7 @@ def one_thread() -> Iterator[None]:
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return a function that returns the folder and the transformers model of a checkpoint.
 
-    The checkpoint is created in the first call with the same kind and options.
+    The first call with a kind and options creates the checkpoint. Later calls with the same arguments reuse it.
     """
     made: dict[Any, tuple[Path, Any]] = {}
 

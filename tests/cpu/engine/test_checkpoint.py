@@ -72,7 +72,7 @@ NAMES = {
 
 
 def write_gguf(path, architecture, oracle, *, quant=None, skip=(), factors=None):
-    """Write a GGUF file in the form of llama.cpp's converter.
+    """Write a GGUF file as llama.cpp's converter would write it.
 
     For the architecture llama, the converter interleaves the rows of each q and k head.
 

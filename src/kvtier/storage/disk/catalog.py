@@ -7,13 +7,13 @@ A held object keeps its slot, so its bytes do not change. A slot is in one of th
      +---- give_back() ---+                              the caller blanks the record, then the last release()
      +-----------------------------------------------------------------------------------------------+
 
-"Gone" means that the object is no longer in the index, but its slot cannot be reused yet. "Blanked" means that the
-record in the table was overwritten with zeros. The record of a corrupt object is marked as quarantined instead. If the
-write to the table fails, the slot is never reused.
+"Gone" means that the object is no longer in the index, but its slot cannot be reused yet. To blank a record means to
+overwrite it with zeros in the table of its segment. The record of a corrupt object is marked as quarantined instead. If
+the write to the table fails, the slot is never reused.
 
-Eviction removes the least recently used object of the needed slot size. If a segment with another slot size was last
-used before this object, or if there is no such object, eviction may remove the whole segment instead. In this way, the
-slot sizes that are used most get the space. Held objects stay.
+Eviction removes the least recently used object of the needed slot size. It may instead remove the least recently used
+segment of the other slot sizes, if this segment was used less recently or if there is no object to remove. In this way,
+the slot sizes that are used most get the space. Held objects, and segments with held objects, are not removed.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class _Size:
     """All slots of one size."""
 
     free: deque[SlotRef] = field(default_factory=deque)
-    """Free slots: first those given back, then those free for longest. Slots of a new segment are taken in order, so
-    that the objects of one write are normally adjacent."""
+    """Free slots in the order in which they are reused. Slots that a writer gives back are inserted at the front. The
+    slots of a new segment are in order, so that the objects of one write are normally adjacent."""
     quarantined: deque[SlotRef] = field(default_factory=deque)
     """Free slots of objects that are corrupt or cannot be decrypted. They are reused last, so that their bytes can be
     examined."""
@@ -149,8 +149,8 @@ class Catalog:
     def publish(self, record: Record) -> Entry | None:
         """Add the object in a writer's slot. Return the outdated object of the same key, or None.
 
-        The outdated object is normally the previous one. If a later write was published first, the outdated object is
-        the one in the writer's slot. The caller blanks the record of the outdated object and releases the object.
+        The outdated object is normally the previous one. If the previous object has a higher sequence, the outdated
+        object is the one in the writer's slot. The caller blanks the record of the outdated object and releases it.
         """
         segment = self._segments[record.segment]
         entry = Entry(record, segment.shape.slot_bytes)

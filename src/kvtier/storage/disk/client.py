@@ -43,7 +43,7 @@ from kvtier.storage.store import ObjectResult, ObjectStatus
 class SlotClient:
     """The counterpart of SlotAllocator in a process that does not own the folder. Thread-safe.
 
-    There is one connection for reads and one for writes, so that lookups do not wait while the owner makes room.
+    Reads and writes use separate connections, so that a lookup does not wait while the owner makes room for a write.
     """
 
     def __init__(
@@ -207,9 +207,9 @@ class SlotClient:
                 self._direct = False  # the filesystem has no direct I/O
 
     def check_owner(self) -> None:
-        """Raise ConnectionError if the connection has ended or the owner has changed. Others may then use the slots."""
+        """Raise ConnectionError if the connection has ended or the owner has changed."""
         if self.is_lost or socket_stamp(self._folder) != self._stamp:
-            self._end()  # the owner may still run, but without its socket every later check would fail
+            self._end()  # if only the socket was deleted, the owner still runs, but all later checks would fail too
             raise ConnectionResetError(f"the connection to process {self.owner} has ended")
 
     def _call(

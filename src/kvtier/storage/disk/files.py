@@ -29,7 +29,7 @@ class Files:
         os.close(descriptor)
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer and return the number of bytes read, which is below the size only if the file ends first."""
+        """Fill the buffer, and return the number of bytes read. At the end of the file, the buffer may not be full."""
         done = 0
         while done < len(buffer):
             count = os.preadv(descriptor, [buffer[done:]], offset + done)
@@ -60,11 +60,11 @@ class Files:
             os.ftruncate(descriptor, nbytes)  # without a reservation, writing a slot may fail on a full disk
 
     def lock(self, descriptor: int, start: int, nbytes: int) -> None:
-        """Lock bytes of a file until the descriptor is closed. Raise OSError if another open file has locked them."""
+        """Lock bytes of a file until the descriptor is closed. Raise OSError if another descriptor has locked them."""
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0))
 
     def is_locked(self, descriptor: int, start: int, nbytes: int) -> bool:
-        """True if another open file has locked some of these bytes."""
+        """True if another descriptor has locked some of these bytes."""
         asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0)
         kind: int = _LOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))[0]
         return kind != fcntl.F_UNLCK
@@ -83,7 +83,7 @@ class Files:
         os.replace(old, new)
 
     def link(self, old: str, new: str) -> None:
-        """Give a file a second name. Raises FileExistsError if the name is in use."""
+        """Give a file a second name. Raise FileExistsError if the name is in use."""
         os.link(old, new)
 
     def stamp(self, path: str) -> tuple[int, int] | None:

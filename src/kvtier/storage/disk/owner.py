@@ -51,9 +51,9 @@ _RETRY_S = 0.1  # pause before the next `accept` after a temporary error
 class SlotServer:
     """The socket of the owner. One thread accepts connections, and one thread per connection answers requests.
 
-    The constructor creates the socket in the folder, before the owner looks for slots that clients of the previous
-    owner still write to. Once the socket exists, these clients start no new writes, because they find another socket
-    in the folder. `start` begins to accept connections.
+    The constructor creates a new socket in the folder. Clients of the previous owner start no write when they find the
+    new socket. The owner can therefore look for the slots to which these clients are still writing. `start` begins to
+    accept connections.
     """
 
     def __init__(self, folder: str) -> None:

@@ -30,7 +30,7 @@ machine, or the filesystem has no sockets."""
 class Participant:
     """Owns a folder, or uses slots that the folder's owner manages. Thread-safe.
 
-    `own` is called to open the folder after locking it, and `connect` to connect to the owner.
+    `own` opens the folder after this process has locked it. `connect` connects to the owner in another process.
     """
 
     def __init__(

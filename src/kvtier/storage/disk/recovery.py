@@ -145,7 +145,7 @@ class Recovered:
 
 
 def recover(files: Files, folder: str, max_bytes: int, *, direct: bool, keys: TenantKeys | None = None) -> Recovered:
-    """Open the segments of a folder. Delete incomplete ones and those above `max_bytes`. Set unreadable ones aside.
+    """Open a folder's segments. Delete incomplete ones and those larger than `max_bytes`. Quarantine unreadable ones.
 
     Raise VersionError if a newer kvtier has written a segment. Raise StoreError if a segment is encrypted and `keys` is
     None, or if a segment is not encrypted and there are keys. These errors leave the folder unchanged.
@@ -206,7 +206,7 @@ def _check_sealing(folder: str, shapes: Sequence[SegmentHeader], keys: TenantKey
 
 
 def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -> SegmentHeader | None:
-    """Return a segment's header, or None if it is invalid, has another number, or both files are too short for it."""
+    """Return a segment's header, or None if it is unreadable, has another number, or too many slots for both files."""
     data = bytearray(SUPERBLOCK_BYTES)
     descriptor = files.open(os.path.join(folder, table_name(number)))
     try:

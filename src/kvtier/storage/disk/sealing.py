@@ -15,9 +15,9 @@ records in a segment of version 2 are sealed.
 The slot contains payload and token ids, encrypted together. Encryption does not change their size, because the tag is
 in the record. With a tag after the payload, an object that exactly fills a slot would need a larger slot.
 
-The plain record also has a checksum of the first 4096 bytes of the payload, to recognise an older version of an object.
-The tag of the payload protects all of its bytes.
-A reader of the disk without the keys sees bytes 0 to 47 of each record, slot sizes and write times, but no block keys.
+The checksum in the plain record covers only the first 4096 bytes of the payload. If it differs when an object is
+written again, the stored object need not be read for a comparison. The tag protects all bytes of the payload.
+Somebody who can read the disk, but has no keys, sees slot sizes, write times and bytes 0 to 47 of each record.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class SlotAllocator:
             foreign = [place.slot for place in found.foreign if place.segment == number]
             late = self._late_slots(segment, occupied)
             self._late.update(SlotRef(number, slot) for slot in late)
-            self._blank(SlotRef(number, slot) for slot in late)  # their clients overwrite corrupt or foreign objects
+            self._blank(SlotRef(number, slot) for slot in late)  # records of objects that the clients are overwriting
             last = [slot for slot in (*bad, *foreign) if slot not in late]
             self._catalog.add_segment(segment.shape, [*occupied, *late], last)
         for record in found.records:
@@ -288,7 +288,7 @@ class SlotAllocator:
         self._wipe([entry])
 
     def give_back(self, places: Iterable[SlotRef]) -> None:
-        """Free unpublished slots: later if a client is still writing, never if the record cannot be blanked."""
+        """Free unpublished slots whose records can be blanked. If a client still writes to a slot, free it later."""
         for place in places:
             try:
                 self._blank([place])
@@ -324,7 +324,7 @@ class SlotAllocator:
         with self._wiped:
             before = frozenset(self._going)
             self._wiped.wait_for(lambda: before.isdisjoint(self._going))
-        with self._growth:  # excludes deletion of segments and blanking of evicted objects
+        with self._growth:  # no other thread deletes segments or blanks evicted objects meanwhile
             with self._lock:
                 numbers = self._blanked & self._segments.keys()
                 self._blanked.clear()
@@ -378,7 +378,7 @@ class SlotAllocator:
     def sync_all(self) -> list[OSError]:
         """Flush as many segments as possible and save the write budget. Return the errors of the segments."""
         errors = []
-        with self._growth:  # excludes new and deleted segments
+        with self._growth:  # no other thread creates or deletes segments meanwhile
             for segment in self._segments.values():
                 try:
                     segment.sync_slots()

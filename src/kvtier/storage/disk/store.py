@@ -260,7 +260,7 @@ class DiskStore:
     # --- calls
 
     def _ask(self, question: Callable[[Slots], Answer], timeout_s: float | None) -> Answer | ObjectResult:
-        """Call `question`, which must need no I/O, with the slots. Return its result, or the failure of the store."""
+        """Call `question` with the slots. Return its result, or the failure of the store. `question` must do no I/O."""
         refusal = self._breaker.refusal(is_try=False)
         if refusal:
             return ObjectResult(ObjectStatus.FAILED, reason=refusal)
@@ -432,7 +432,7 @@ class DiskStore:
         """Return the record and the buffers to store: the pieces themselves if possible, or one joined buffer."""
         if key is not None:
             view = scratch.gather(pieces)
-            known = checksum(view[:ALIGNMENT])  # encryption authenticates the whole object
+            known = checksum(view[:ALIGNMENT])  # sufficient, because encryption authenticates the whole object
             record, stored = encode(write.key, write.label, view, self._compression, known)
             return replace(record, seal=Seal(key.id)), (stored,)
         if len(pieces) == 1 or self._compression is not Compression.NONE or write.label.token_ids:

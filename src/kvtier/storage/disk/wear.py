@@ -45,7 +45,7 @@ class WriteBudget:
             return self._sum()
 
     def take(self, nbytes: int) -> str:
-        """Count bytes that are about to be written. If they would exceed the limit, return the reason instead."""
+        """Count bytes that are about to be written. If they would exceed the limit, only return an error message."""
         with self._lock:
             used = self._sum()
             if self.max_day_bytes and used + nbytes > self.max_day_bytes:

@@ -5,7 +5,7 @@
 
 With encryption, the name of an object is a keyed digest of its block key. Record and payload authenticate the name, so
 that an object under a wrong name is detected. The payload also authenticates the record's tag, so that a mix of two
-versions is detected. Readers of the server still see sizes, times and repeated blocks.
+versions is detected. Somebody who can read the server sees only names, sizes and times. Equal keys have equal names.
 
 Token ids are not sent to servers. A record contains only a digest derived from them. The digest is keyed if
 CacheConfig.secret is set. That secret is independent of the one that encrypts values here.
@@ -86,7 +86,7 @@ class Envelope:
         return 0 < record.expires_s <= self._clock()
 
     def is_fresh(self, record: Record) -> bool:
-        """Return True if the stored `record` need not be sent again to extend its lifetime.
+        """True if the stored `record` need not be sent again to extend its lifetime.
 
         A record that never expires is fresh. With `ttl_s`, a record is also fresh if more than half of `ttl_s` is left.
         """

@@ -1,8 +1,9 @@
 """MooncakeBucket: blocks in a Mooncake Store, a pool of memory on many machines. Needs the extra `mooncake`.
 
-Over TCP, blocks are sent in place from any memory. Over RDMA, blocks are sent in place from registered memory
-(`register`), such as the host tier; other blocks are first copied to registered memory. Objects are immutable, so a
-replacement is a removal and a put. The client cannot list names, so `list_names` uses the master's administration port.
+Over TCP, blocks are sent from any memory without a copy. Over RDMA, only blocks in registered memory (`register`), such
+as the host tier, are sent without a copy; other blocks are first copied to registered memory. Objects are immutable, so
+an object is replaced by a removal and a put. The client cannot list names, so `list_names` uses the master's
+administration port.
 """
 
 from __future__ import annotations
@@ -74,8 +75,7 @@ class MooncakeBucket:
             raise BucketError(f"the setup of the client failed with code {code}", is_transient=False)
 
     def register(self, memory: memoryview) -> None:
-        # Only RDMA needs registered memory. Over TCP, blocks are sent from any memory, and the client would let any
-        # peer read and write registered memory.
+        # Only RDMA needs registered memory. Over TCP, registered memory could be read and written by any peer.
         if not self._is_tcp:
             with self._changing:
                 self._add(memory)

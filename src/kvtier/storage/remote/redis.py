@@ -39,7 +39,8 @@ _READ_BYTES = 1 << 18  # per recv; 576 MiB/s with 256 KiB, 493 MiB/s with 64 KiB
 
 # A server runs one command at a time, so parallel puts cost CPU time. On two cores, of which the server uses one, a put
 # of 32 objects of 1 MiB reaches 0.87 to 0.97 of the raw client's rate in one request, and 0.78 to 0.87 in eight. On a
-# cluster, it reaches 0.76 in one request and 0.86 in eight (2026-11-15). From four cores on, a batch has several puts.
+# cluster, it reaches 0.76 in one request and 0.86 in eight (2026-11-15). With four or more cores, a large batch is
+# therefore split into several puts.
 _ONE_SERVER = RequestSize(
     max_names=4096, max_put_bytes=32 << 20, num_puts=max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 )
@@ -104,7 +105,7 @@ class RedisBucket:
         return self._ranges(names, [nbytes] * len(names))
 
     def _ranges(self, names: Sequence[str], sizes: Sequence[int]) -> list[bytes | None]:
-        """Return the first bytes of each value: b"" for a value of another type, None for a missing or empty value."""
+        """Return the first bytes of each value: b"" if it is not a string, None if it is missing or empty."""
         commands = [("GETRANGE", self._prefix + n, 0, size - 1) for n, size in zip(names, sizes, strict=True)]
         replies = self._pipe(commands, _is_wrong_type)
         return [b"" if isinstance(reply, Exception) else reply or None for reply in replies]

@@ -239,7 +239,8 @@ class RemoteStore:
         num_requests = (is_put and limits.num_puts) or self._num_threads
         share = max(sum(sizes) / num_requests, _MIN_SHARE_BYTES)
         chunks: list[list[int]] = [[]]
-        nbytes, taken = 0, 0.0  # bytes of the last chunk; `taken` includes the excess of earlier chunks over `share`
+        # Both count the bytes of the last chunk. `taken` adds the bytes by which earlier chunks exceeded `share`.
+        nbytes, taken = 0, 0.0
         for index, size in enumerate(sizes):
             is_full = taken >= share or nbytes + size > max_bytes or len(chunks[-1]) == limits.max_names
             if is_full and chunks[-1]:
@@ -271,7 +272,8 @@ class RemoteStore:
             except BucketError as error:
                 if not error.is_transient or attempt == self._num_retries:
                     raise
-            time.sleep(random.uniform(0, self._first_wait_s * 2**attempt))  # so that clients do not retry in step
+            # The wait is random, so that clients do not retry at the same time.
+            time.sleep(random.uniform(0, self._first_wait_s * 2**attempt))
             attempt += 1
         raise BucketError("the deadline has passed")
 
