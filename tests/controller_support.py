@@ -124,7 +124,7 @@ class Hangs(MemoryStore):
 
 
 class Gate:
-    """Executes copies. After `close` (or `is_open=False`), the next copy blocks until `open`; later copies do not."""
+    """Executes copies. After `close` (or with `is_open=False`), only the next copy blocks, until `open` is called."""
 
     def __init__(self, *, is_open: bool = True) -> None:
         self.may_go = threading.Event()

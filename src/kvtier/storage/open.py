@@ -46,7 +46,7 @@ _S3_THREADS = 16  # each request has one object and mostly waits for the network
 def open_store(
     where: str | Sequence[str], *, secret: bytes | None = None, shard: int = 0, num_shards: int = 1
 ) -> Store:
-    """Open the store at a URL. Several URLs make a Cascade. It reads in order, and does not write to `write=no` URLs.
+    """Open the store at a URL. Several URLs make a Cascade, which reads in order. `write=no` makes a URL read-only.
 
         store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
 

@@ -30,10 +30,10 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Scattered(Sequence[memoryview]):
-    """Memory of an object that consists of many pieces of one buffer. Faster to process than a list of pieces."""
+    """Many pieces of one buffer, which hold the bytes of an object. Faster to process than a list of pieces."""
 
     def __init__(self, memory: memoryview, offsets: np.ndarray, sizes: np.ndarray) -> None:
-        """Piece i has `sizes[i]` bytes at `offsets[i]` of `memory`. Raise ArgumentError if a piece is outside of it."""
+        """Piece i has `sizes[i]` bytes, at offset `offsets[i]` of `memory`. Raise ArgumentError if it is outside."""
         self.memory = view_of(memory)
         self.offsets, self.sizes = offsets.astype(np.int64, copy=False), sizes.astype(np.int64, copy=False)
         is_inside = self.offsets.shape == self.sizes.shape and self.offsets.ndim == 1 and len(self.offsets)

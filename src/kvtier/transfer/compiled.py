@@ -199,7 +199,7 @@ def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool)
     if step < 1:
         raise ArgumentError(f"a block of {span_bytes} bytes does not fit into a staging chunk of {chunk_bytes}")
     first = min(count, step, max(FIRST_CHUNK_BYTES // stride, count // _FIRST_SHARE, 1)) if ramp else 0
-    # the remaining chunks are equal, because a short chunk would be copied before the next one is gathered
+    # the remaining chunks are equal, because the copy of a short chunk would end before the gather of the next chunk
     left = count - first
     num_full = -(-left // step)
     sizes = [first, *(left * (k + 1) // num_full - left * k // num_full for k in range(num_full))]

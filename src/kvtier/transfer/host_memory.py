@@ -60,7 +60,7 @@ class HostMemory:
         background: bool = True,
         lazy: bool = False,
     ) -> None:
-        """With `lazy`, pageable memory is not touched. Without `background`, the constructor makes the slots usable."""
+        """With `lazy`, do not make pageable memory resident. Without `background`, make all slots usable now."""
         if num_slots < 1 or piece_bytes < 1:
             raise ArgumentError(f"num_slots and piece_bytes must be positive, got {num_slots} and {piece_bytes}")
         self.group = group

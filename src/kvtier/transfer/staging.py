@@ -13,8 +13,8 @@ The kernel stream has high priority. While the model runs large matrix products,
 between two products. The high priority makes it start before the next product. All slots share one kernel stream,
 because one stream per slot was slower (docs/decisions/0006).
 
-With some kernel streams, copies run at only 0.93 of the link rate while the model is busy. Such a kernel stream stays
-slow, and another one is fast. The cause is unknown (H200, driver 580.159, 2026-11-15; docs/decisions/0006). The ring
+With some kernel streams, copies run at only 0.93 of the link rate while the model is busy. They stay slow until the
+kernel stream is replaced. The cause is unknown (H200, driver 580.159, 2026-11-15; docs/decisions/0006). The ring
 therefore times its copies, and replaces the kernel stream when copies are slow.
 """
 
@@ -116,7 +116,7 @@ class StagingRing:
         self._mover("gather", context, Pieces(_based(pieces, row, base)))
 
     def _check_rate(self) -> None:
-        """Replace the kernel stream if copies are slow. Judge at least _JUDGED copies since the last decision."""
+        """Replace the kernel stream if copies are slow. A decision needs _JUDGED copies since the previous decision."""
         while self._timed and self._timed[0][1].query():
             begin, end, nbytes = self._timed.popleft()
             self._rates.append(nbytes / begin.elapsed(end) / 1e6)

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from kvtier.transfer import HostMemory, block_checksums
 
 BYTES_PER_SECOND = 64 << 20
-"""Rate of the verification: 17 minutes and 1 % of a core for 64 GiB (Xeon, 2026-11-15). No limit for new slots."""
+"""Rate of the repeated verification. A round over 64 GiB takes 17 minutes and 1 % of a core (Xeon, 2026-11-15)."""
 
 
 class Scrubber:

@@ -29,7 +29,7 @@ from kvtier.worker.sharding import Bytes, ObjectPart, Sharding, parts_of
 
 _SCAN_PAGE = 4096  # maximum number of objects per page of a listing
 _GATHER_BYTES = 16 << 20
-"""Limit of the gathered bytes per call to a store. A larger block has its own call. malloc reuses smaller buffers."""
+"""Limit of the gathered bytes per call to a store. A larger block has its own call. malloc can reuse such memory."""
 
 
 class StoreWorker:

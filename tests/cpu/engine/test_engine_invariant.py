@@ -1,4 +1,4 @@
-"""Batch-invariant mode in the whole engine: the logits after a prefix are always bit-identical.
+"""Batch-invariant mode in the whole engine: after the same tokens, the logits are always bit-identical.
 
 The tests vary batches and chunks, and cause cache hits, partial block copies, evictions and preemptions.
 """

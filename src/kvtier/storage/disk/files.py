@@ -1,4 +1,4 @@
-"""Files: operations on segment and key files in one class, so that tests can record, delay, fail and replay them."""
+"""Files: the operations on segment and key files. Tests can record, delay and replay them, and make them fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Participant: the role of one store, owner or client, in a folder that several processes use.
+"""Participant: makes a store the owner of its folder, or a client of the process that owns the folder.
 
     start  --the folder is unlocked: lock it-----------> owner (SlotAllocator and SlotServer)
     start  --the folder is locked: connect to its owner> client (SlotClient)

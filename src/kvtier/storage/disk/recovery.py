@@ -42,7 +42,7 @@ class FolderLock:
     earlier versions lock only this file.
 
     Both locks are flock(2) locks, which also exclude a second store in the same process. POSIX locks would not exclude
-    such a store, and closing any descriptor of the file would drop the locks.
+    such a store, and they would be dropped as soon as any descriptor of the file is closed.
 
     A forked child shares flock locks and could keep the folder locked. A fork hook therefore closes the descriptors in
     the child, and `release` unlocks explicitly. The hook cannot be unregistered, so it has only a weak reference to

@@ -63,9 +63,9 @@ class SlotAllocator:
         self._catalog = Catalog()
         self._segments: dict[int, Segment] = {}
         self._blanked: set[int] = set()
-        """Segments with blanked records that are possibly not on the disk yet."""
+        """Segments whose blanked records may not be flushed to the disk yet."""
         self._unsynced: set[int] = set()
-        """Segments with objects that are possibly not on the disk yet, because a process has written without sync."""
+        """Segments whose objects may not be flushed to the disk yet, because a process has written without sync."""
         self._going: set[SlotRef] = set()
         """Slots of replaced objects whose records are being blanked."""
         self._wiped = threading.Condition(self._lock)

@@ -1,6 +1,6 @@
 """RedisBucket: blocks on a Redis or Valkey server, or a cluster. Needs the extra `redis`.
 
-Except SCAN, every request is one pipeline of GETRANGE, SET, EXISTS or UNLINK, or one pipeline per node of a cluster.
+Every request except SCAN is a pipeline of GETRANGE, SET, EXISTS or UNLINK commands, with one pipeline per cluster node.
 Redis evicts on its own (set `maxmemory` and `maxmemory-policy allkeys-lru`), so objects may vanish at any time.
 """
 
@@ -50,7 +50,7 @@ class RedisBucket:
     """Strings on a Redis server. Raises BucketError if the server does not respond.
 
     With `is_cluster`, `host` is one of the nodes. `is_encrypted` enables TLS and verifies the server's certificate and
-    host name, with the certificates of the system or of `ca_file`. `cert_file` and `key_file` identify the
+    host name. The trusted authorities are those of the system or in `ca_file`. `cert_file` and `key_file` identify the
     client. Names start with `prefix`; deployments that share a server need different prefixes.
     """
 

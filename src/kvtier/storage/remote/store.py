@@ -233,7 +233,7 @@ class RemoteStore:
         return self._calls.run(len(sizes), plan, timeout_s)
 
     def _chunks(self, sizes: Sequence[int], *, is_put: bool) -> list[list[int]]:
-        """Split a batch into requests: one per thread, or `num_puts` puts. Size limits can require fewer or more."""
+        """Split a batch into requests: one per thread, or `num_puts` puts. Size limits can change their number."""
         limits = self._bucket.request_size
         max_bytes = limits.max_put_bytes if is_put else _MAX_READ_BYTES
         num_requests = (is_put and limits.num_puts) or self._num_threads
