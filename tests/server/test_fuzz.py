@@ -15,7 +15,7 @@ EXAMPLES = 20 * int(os.environ.get("KVTIER_SOAK", "1"))
 # These calls interrupt the service by design, so they are sent to a separate server.
 INTERRUPTING = r"^/(sleep|wake_up|control/(sleep|wake|resize))"
 MOST_BLOCKS = 64
-"""Largest `num_blocks` that is sent. Larger tiers could exhaust memory. test_control.py tests such sizes."""
+"""Largest `num_blocks` that is sent. Larger tiers could exhaust memory. test_control.py tests larger values."""
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +68,13 @@ def check(case) -> None:
         is_anthropic = case.path.startswith("/v1/messages")
         assert {*error} == {"message", "type", "param", *([] if is_anthropic else ["code"])}
         assert error["message"]
-        # The field may be missing if the status is not 400, or if the message is about the whole body.
+        # `param` may be None if the status is not 400, or if the message is about the whole body.
         has_no_field = answer.status_code != 400 or "the body" in error["message"]
         assert error["param"] or has_no_field, (case.as_curl_command(), error)
 
 
 def fuzz(spec, mode: str, after: Callable[[], None] = lambda: None) -> int:
-    """Send examples to every operation. Call `after` after each request. Return the number of requests."""
+    """Send generated requests to every operation, and call `after` after each. Return the number of requests."""
     from schemathesis import GenerationMode
 
     num_sent = 0
@@ -115,7 +115,7 @@ def test_fuzzed_sleep_and_resize_never_get_5xx(interrupting, mode):
 
     assert fuzz(spec, mode, look) >= EXAMPLES
     assert server.post("/wake_up").status_code == 200
-    assert len(sizes) > 2 or mode == "negative"  # invalid requests resize no tier
+    assert len(sizes) > 2 or mode == "negative"  # invalid requests do not resize a tier
     body = {"model": server.model, "prompt": "a", "max_tokens": 1}
     assert server.post("/control/resize", {"tier": "device", "num_blocks": 16}).status_code == 200
     assert server.post("/v1/completions", body).status_code == 200

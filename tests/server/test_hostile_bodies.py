@@ -1,4 +1,4 @@
-"""Large bodies and slow schemas get an answer or a clear error, and the server still serves the next request."""
+"""Large bodies and schemas that compile slowly get an answer or an error. The server still serves the next request."""
 
 from __future__ import annotations
 

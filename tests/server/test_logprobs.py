@@ -18,7 +18,7 @@ TEXT = "a€😀b"  # 1 + 3 + 4 + 1 bytes
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Return a tokenizer: tokens 0 to 255 are the bytes, token 256 is special, and token 257 is `ab`."""
+    """Return a tokenizer in which tokens 0 to 255 are the bytes, token 256 is special, and token 257 is `ab`."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
@@ -30,7 +30,7 @@ def tokenizer():
 
 
 def whole(form, tokens, top=(), step=1):
-    """Add the tokens to the response, `step` tokens at a time. Return the whole response."""
+    """Add the tokens to `form`, `step` tokens at a time. Return the response that `form` builds from them."""
     for begin in range(0, len(tokens), step):
         new = tuple(tokens[begin : begin + step])
         logprobs = tuple(Logprobs(-1.0, tuple(top)) for _ in new)

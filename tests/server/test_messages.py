@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: translation to a chat, content blocks, streams, errors, and the billing line of clients."""
+"""Anthropic's Messages API: translation to a chat, content blocks, streams, errors, and billing lines in prompts."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def without_ids(message: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory):
-    """Yield a server that keeps billing lines. Its model reasons and calls a tool."""
+    """Yield a server that leaves billing lines in prompts. Its model reasons and calls a tool."""
     from server_support import ServerProcess
 
     folder = tmp_path_factory.mktemp("scripted")

@@ -172,7 +172,7 @@ def test_stopped_engine_causes_503_and_is_killed_on_sigterm(start):
     process = psutil.Process(engine)
     stop_process(engine)
     server.process.send_signal(signal.SIGTERM)
-    # A responsive engine has 60 s to save the cache. This one is stopped, so the server exits earlier.
+    # A responsive engine has 60 s to save the cache. SIGSTOP suspends this engine, so the server exits earlier.
     assert server.process.wait(50) == 1
     process.wait(10)
 
@@ -291,7 +291,7 @@ def strict(tiny_model, tmp_path_factory):
 
 def test_full_queue_is_429_with_retry_after(narrow):
     client, answer, _ = stream(narrow)
-    stop_process(engine := narrow.engine_pid)  # keeps the first request running, even on a fast machine
+    stop_process(engine := narrow.engine_pid)  # otherwise, the first request could finish before the queue is full
 
     def ask(prompt):
         return narrow.client().completions.create(model=narrow.model, prompt=prompt, max_tokens=1)
@@ -318,7 +318,7 @@ def test_request_longer_than_request_seconds_times_out(strict):
     body = {"model": strict.model, **LONG, "stream": False}
     thread = threading.Thread(target=lambda: answers.append(strict.post(TEXT, body)))
     client, _, lines = stream(strict)
-    stop_process(engine := strict.engine_pid)  # makes both requests time out, even on a fast machine
+    stop_process(engine := strict.engine_pid)  # otherwise, the requests could finish before the timeout
     try:
         thread.start()  # this request waits in the queue until its timeout
         events = [line for line in lines if line]

@@ -1,4 +1,4 @@
-"""Servers with two ranks and with one rank return the same answers. If one process fails, all processes exit."""
+"""A server with two ranks returns the answers of a server with one. If one process fails, all processes exit."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_response_has_items_of_reasoning_text_and_call(scripted):
     ]
     assert (response.status, response.output_text, response.error) == ("completed", "Let me look.", None)
     usage = response.usage
-    assert usage.output_tokens_details.reasoning_tokens == 3  # the reasoning has two texts and the closing tag
+    assert usage.output_tokens_details.reasoning_tokens == 3  # two texts of one token each, and the closing tag
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert len({item.id for item in response.output}) == 3
 

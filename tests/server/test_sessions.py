@@ -21,7 +21,7 @@ key = "key-of-tenant-two"
 
 @pytest.fixture(scope="module")
 def tenants(tiny_model, tmp_path_factory):
-    """Yield a server with the learned policy and two tenants."""
+    """Yield a server with the learned eviction policy and two tenants."""
     folder = tmp_path_factory.mktemp("sessions")
     (folder / "kvtier.toml").write_text(CONFIG)
     options = ("--policy", "learned", "--blocks", "64", "--config", str(folder / "kvtier.toml"))

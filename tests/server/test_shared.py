@@ -1,4 +1,4 @@
-"""Two servers share Redis and an S3 bucket. Conversations move between the servers, and a crash loses no answer."""
+"""Two servers share Redis and an S3 bucket. Conversations move between them, even if a server or a store is killed."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def num_shared(server) -> int:
 
 
 def test_conversation_reuses_blocks_computed_by_other_server(servers):
-    lengths = [0]  # prompt tokens of the turns; 0 before the first turn
+    lengths = [0]  # number of prompt tokens of each turn, after an initial 0
     before = [num_shared(server) for server in servers]
 
     def send(turn, messages):

@@ -279,7 +279,7 @@ def test_schema_checks_share_work_and_cache_results(model):
 
 
 def test_end_of_failed_check_keeps_newer_result(monkeypatch):
-    """The result of the first check is evicted. The second check of the same schema succeeds."""
+    """A failed check starts a timer that removes its result. The timer must not remove the result of a newer check."""
     monkeypatch.setattr(schema_cache, "_RETRY_SECONDS", 0.05)
     monkeypatch.setattr(schema_cache, "_MAX_CHECKS", 1)
     checked = []
