@@ -1,10 +1,10 @@
 """Kill a process with SIGKILL while it writes to a DiskStore, and check the store afterwards.
 
-`python storage_crash.py FOLDER WORKLOAD` runs the parent process of the writers. The class Victim starts this process.
+The class Victim starts a parent process with `python storage_crash.py FOLDER WORKLOAD`.
 
-The parent reads lines "go SEED SYNC". For each line, it forks a writer, because a fork is faster than a new Python
-process. The parent prints "pid N" when the writer has started and "dead" when the writer has ended. The lines of the
-writer list the numbers and versions of objects:
+The parent reads lines "go SEED SYNC". For each line, it forks a process that writes objects ("the writer"). A fork is
+faster than a new Python process. The parent prints "pid N" when the writer has started and "dead" when the writer has
+ended. The lines of the writer list the numbers and versions of objects:
 
     trying NUMBER VERSION ..     before each write
     stored NUMBER VERSION ..     after each write that stored all objects
@@ -125,7 +125,7 @@ class Victim:
         return damage
 
     def _leaked(self, store: DiskStore) -> int:
-        """Return the number of file bytes that the store does not count as used, except in LOCK and the folder keys."""
+        """Return the size of all files, except LOCK and those in keys/, minus the size that the store reports."""
         files = [path for path in self.folder.rglob("*") if path.is_file() and path.name != "LOCK"]
         files = [path for path in files if path.parent.name != "keys"]
         return sum(path.stat().st_size for path in files) - store.stats.used_bytes
@@ -152,7 +152,7 @@ class Damage:
     lost: int
     """Number of objects that must be in the store but could not be read."""
     corrupt: int
-    """Number of reads that failed or returned the bytes of no possible version, plus the quarantined objects."""
+    """Number of reads that failed or returned wrong bytes, plus the number of quarantined objects."""
     evicted: int
     leaked_bytes: int
 

@@ -43,11 +43,11 @@ class Versions:
 
 
 class PowerFailure:
-    """Runs calls on a simulated disk whose power fails before operation number `at`, or when `fail` is called.
+    """Runs store calls on a simulated disk. The power fails before disk operation `at`, or when `fail` is called.
 
-    Operations are numbered from 1, so at=0 stands for no operation. `left` is None before the failure, and the disk
-    after the failure. `durable` contains the objects whose last change was reported as durable, without evicted
-    objects. It maps the number of an object to its version, or to None if the object was removed.
+    Disk operations are numbered from 1, so with at=0 the power fails only when `fail` is called. `left` is the disk
+    after the failure, and None before. If the last change of an object was reported as durable, `durable` maps its
+    number to its version, or to None if the object was removed. Evicted objects are not in `durable`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PowerFailure:
         self.store = DiskStore(self.folder, self.max_bytes, files=self.disk, sync=sync, **self._settings)
 
     def fail(self, keep: float = 0.5) -> None:
-        """Simulate a power failure. Each decision of SimulatedDisk.after_crash keeps data with probability `keep`."""
+        """Simulate a power failure. `keep` is the probability that an unsynced change remains."""
         self.left = self.disk.after_crash(lambda: self._random.random() < keep)
 
     def kill(self) -> None:

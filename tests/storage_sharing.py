@@ -1,14 +1,14 @@
 """Several processes read and write one folder, and are killed with SIGKILL at random times.
 
-`python storage_sharing.py FOLDER WORKLOAD` runs the parent process of the workers. The class Crowd starts this process.
+The class Crowd starts a parent process with `python storage_sharing.py FOLDER WORKLOAD`. The parent forks workers.
 
-A place is a number from 0 to 7. It has one worker at a time and a range of objects. A worker writes and removes only
+There are places 0 to 7. Each place has one worker at a time and a range of objects. A worker writes and removes only
 the objects of its own place, and reads objects of all places. The parent reads lines from its standard input. For
 "start PLACE SEED SYNC", it forks a worker and prints "pid PLACE PID". For "wait PLACE PID", it waits until a killed
 worker has ended, and prints "dead PLACE". The lines of a worker begin with its place:
 
     trying, stored, dropping   as in storage_crash
-    dropped NUMBER 0           after each removal
+    dropped NUMBER 0           after each removal; 0 stands for the version
     wrong TEXT ..              an error: a lost or changed object, a result that is not allowed, or a slow call
     calls N SECONDS            the number of calls since the last such line, and the longest duration of these calls
 """
@@ -52,7 +52,7 @@ def content_of(number: int, version: int) -> bytes:
 
 
 def version_in(number: int, content: bytes) -> int | None:
-    """Return the version that `content` names, or None if `content` differs from this version."""
+    """Return the version in the header of `content`, or None if the other bytes are not of this version."""
     _, version = _HEAD.unpack_from(content)
     return version if content == content_of(number, version) else None
 
@@ -67,7 +67,7 @@ class Worker:
         self._store = open_folder(folder, workload, sync)
         self._own = range(place * NUMBERS_PER_PLACE, (place + 1) * NUMBERS_PER_PLACE)
         self._last: dict[int, int | None] = {}
-        """Version in the last successful write of each own object, or None after a later removal of the object."""
+        """Maps each own object that was written or removed to its last version, or to None after a removal."""
 
     def say(self, *words: object) -> None:
         os.write(1, (" ".join(map(str, (self._place, *words))) + "\n").encode())

@@ -109,7 +109,7 @@ def all_keys(store: Store, limit: int = 3) -> list[bytes]:
 
 
 def resealed(data: bytes, at: int, value: bytes) -> bytes:
-    """Return a record or superblock with changed bytes and a matching CRC."""
+    """Return a copy of a record or superblock with `value` at offset `at` and a matching CRC."""
     changed = bytearray(data)
     changed[at : at + len(value)] = value
     changed[-4:] = struct.pack("<I", zlib.crc32(changed[:-4]))
@@ -231,7 +231,7 @@ class SimulatedDisk:
         self.capacity = capacity
         self.num_operations = 0
         self.before: Callable[[str, int], object] = lambda *_: None
-        """Called before each operation that `_step` counts, with the name and number. The call may raise or block."""
+        """Called before each operation that `_step` counts, with its name and number. The call may raise or block."""
         self._open: dict[int, Node] = {}
         self._direct: set[int] = set()
         self._next = 1000

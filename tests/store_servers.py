@@ -176,13 +176,13 @@ def raw_s3(port: int, bucket: str = "test"):
 
 
 AZURE_ACCOUNT = "devstoreaccount1"
-# The published key of the emulator.
+# The published key of Azurite, the Azure emulator.
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
 
 @contextlib.contextmanager
 def azure_server(folder: Path) -> Iterator[int]:
-    """Run Azurite, the Azure emulator, with the container `test`. Yield its port."""
+    """Run Azurite with the container `test`. Yield its port."""
     need_module("obstore", "pip install 'kvtier[azure]'")
     own = BIN.parent / "azurite" / "node_modules" / ".bin" / "azurite-blob"
     azurite = str(own) if own.exists() else program("azurite-blob", "make azurite")

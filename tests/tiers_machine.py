@@ -174,8 +174,8 @@ class TiersMachine(RuleBasedStateMachine):
         self.add([*SYSTEMS[which % 3], *([which] * which)], new, salt)
 
     def add(self, tokens, new, salt):
-        # Not a precondition, because the number of requests depends on timing. Hypothesis could not reproduce a failure
-        # if timing decided which rules can run.
+        # This check is not a Hypothesis precondition, because the number of requests depends on timing. If timing
+        # decided which rules can run, Hypothesis could not reproduce a failure.
         if len(self.requests) >= 6:
             return
         self.num_requests += 1

@@ -42,7 +42,7 @@ def layout_of(*each):
 
 
 def filled_cache(group, num_blocks, form, placement, seed):
-    """Return a cache of random bytes, and views [block, bytes] of its tensors by (layer, role)."""
+    """Return a cache filled with random bytes, and a dictionary from (layer, role) to a tensor view [block, byte]."""
     random = torch.Generator().manual_seed(seed)
     device = Placement.parse(placement).torch
 
@@ -101,7 +101,7 @@ class WatchedCondition(threading.Condition):
         self._begun = threading.Semaphore(0)
 
     def wait(self, timeout=None):
-        self._begun.release()  # the lock is held until the wait has begun
+        self._begun.release()  # this thread holds the lock, so no notification can come before the wait
         return super().wait(timeout)
 
     def start_waiter(self, function):
@@ -146,9 +146,10 @@ class SteppedMover:
 
 
 def stepped(num_blocks=24, form="block-first", around=None, **config):
-    """Return a CPU manager, a SteppedMover, and the tensors of the cache. By default, a slice contains one block.
+    """Return a TransferManager on the CPU, its SteppedMover, and the views of its cache.
 
-    If `around` is given, the manager calls `around` instead of the SteppedMover, and `around` calls the SteppedMover.
+    By default, transfers are cut into slices of one block. If `around` is given, the manager calls `around` instead of
+    the SteppedMover, and `around` must call the SteppedMover.
     """
     mover = SteppedMover()
     options = TransferConfig(

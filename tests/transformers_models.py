@@ -1,4 +1,4 @@
-"""Tiny random models of transformers, and random cases that compare a PrefixCache with plain `generate`."""
+"""Tiny random models of Transformers, and random cases that compare a PrefixCache with plain `generate`."""
 
 from __future__ import annotations
 
@@ -137,10 +137,10 @@ class RandomCases:
             self._continue(cache, inputs, output.sequences)
 
     def _continue(self, cache: Any, inputs: dict[str, torch.Tensor], sequences: torch.Tensor) -> None:
-        """Continue the generation with other tokens.
+        """Append random tokens to the cached tokens. Generate with and without the cache, and compare the results.
 
-        If the cache has no sliding windows and every prompt has two tokens or more, first remove positions from the end
-        of the cache.
+        If the cache has no sliding windows and every prompt has two tokens or more, first remove tokens from the end of
+        the cache.
         """
         rng, past = self._random, int(cache.get_seq_length())
         shortest = int(inputs["attention_mask"].sum(1).min())

@@ -1,7 +1,7 @@
 """A KvtierConnector with injected faults. vLLM processes import it through `kv_connector_module_path`.
 
-The environment variable KVTIER_FAULTS contains the initial Faults as JSON. Scenarios change these Faults
-in a running process.
+The environment variable KVTIER_FAULTS contains fields of the class Faults as JSON. Functions of vllm_scenarios change
+the faults while vLLM runs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Faults:
 
 
 class SlowController(CacheController):
-    """A controller that reports at most `ready_slots` host slots as ready, as while host memory grows."""
+    """A controller that reports at most `ready_slots` host slots as ready, as if host memory were growing."""
 
     ready_slots = 0
 

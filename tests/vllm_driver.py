@@ -64,7 +64,7 @@ class Answer:
 
 
 class Driver:
-    """An engine and its requests. Scenarios receive the driver as their first argument."""
+    """An engine and its requests. The functions of vllm_scenarios get the driver as their first argument."""
 
     def __init__(self, setup: Setup) -> None:
         os.environ.update(setup.environment)

@@ -381,7 +381,7 @@ def _faults() -> Any:
 
 
 def save_after_reuse(driver: Driver, prompt: Sequence[int], others: Sequence[Sequence[int]]) -> None:
-    """Delay all saves until a request and then other requests, which reuse the free device blocks, have finished."""
+    """Run a request, then others that reuse the free device blocks. Delay all saves until all of them have finished."""
     faults = _faults()
     faults.saves_may_run.clear()
     for each in (prompt, *others):
@@ -424,7 +424,7 @@ def settle_stores(driver: Driver) -> None:
 def ask_and_store(driver: Driver, prompts: Sequence[Sequence[int]]) -> list[Answer]:
     """Answer requests one after the other. After each request, wait until its blocks are in the stores.
 
-    Without the wait, blocks that a slow store still writes would leave no free host slots for the next request.
+    A host slot is in use until the stores have its block. Without the wait, the next request might find no free slot.
     """
     answers = []
     for prompt in prompts:
@@ -536,7 +536,7 @@ def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_exampl
     )
 
     def changed(pair: tuple[dict[str, Any], dict[str, Any]], keep: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the pair, with the fields in `keep` of the second request replaced by those of the first."""
+        """Return the two requests. The second request gets the fields in `keep` from the first."""
         return pair[0], {name: pair[name not in keep][name] for name in pair[0]}
 
     names = st.sets(st.sampled_from(["tokens", "salt", "lora", "media", "embeds"]), min_size=3)
@@ -559,7 +559,7 @@ def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_exampl
 
 
 def _request(hasher: Any, adapters: Sequence[str], **drawn: Any) -> Any:
-    """Return a vLLM Request. Leave out media items that overlap or exceed the prompt, because vLLM never has these."""
+    """Return a vLLM Request. Leave out media that overlap or exceed the prompt, because vLLM never creates them."""
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams

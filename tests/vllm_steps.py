@@ -90,7 +90,7 @@ class Conversation:
     kv: list[int] = field(default_factory=list)
 
     def extend(self, count: int) -> None:
-        """Compute the KV of the first `count` positions, and the tokens that follow from it."""
+        """Compute the KV of the first `count` positions, and the tokens that are generated from this KV."""
         if not self.tokens:
             self.tokens = list(self.prompt)
         while len(self.kv) < count:
@@ -170,7 +170,7 @@ class SimulatedWorker:
                     self.garbage.fill(self.device, block)
 
     def end_step(self, step: StepPlan) -> None:
-        """Apply the drops and probes of a step, and start all transfers except loads."""
+        """Remove and look up objects in the store as `step.plan` says. Then start all transfers except loads."""
         plan = step.plan
         self._epoch = plan.epoch
         for drop in plan.drops:

@@ -106,9 +106,9 @@ class Vllm:
         self._connection.poll(seconds)
 
     def kill_some(self, victim: str) -> None:
-        """Kill the processes named by `victim` with SIGKILL: `worker`, `core` or `all`.
+        """Send SIGKILL to some processes of an engine with executor mp.
 
-        The engine needs the executor mp.
+        `victim` is `worker`, `core` or `all`.
         """
         processes = self.processes()
         names = {"worker": "VLLM::Worker", "core": "VLLM::EngineCor"}  # the kernel truncates names to 15 characters

@@ -17,8 +17,8 @@ LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 """Names of vLLM's layouts. A name lists the axes from the outermost to the innermost: layer (L), block (B), head (H),
 token (N) and content (C)."""
 STEPS = Path(__file__).parent / "data" / "vllm_steps.jsonl"
-"""Transfers of 40 random conversations with 4 preemptions, recorded with vLLM 0.32 (CPU, 40 device blocks, 128 host
-slots)."""
+"""File with the transfers of 40 random conversations with 4 preemptions, recorded with vLLM 0.32 (CPU, 40 device
+blocks, 128 host slots)."""
 NUM_DEVICE_BLOCKS, NUM_HOST_SLOTS = 40, 128
 
 

@@ -182,7 +182,7 @@ def test_random_calls_return_the_results_of_sglang_backends(kvtier, tmp_path, la
         for _ in range(150):
             trio.random.choice((*calls, trio.lookup_v2, trio.refill, trio.clear))()
             trio.same_bytes()
-        assert not trio.ours.pages.errors.keys() - {"ArgumentError"}  # caused by wrong numbers of indices
+        assert not trio.ours.pages.errors.keys() - {"ArgumentError"}  # the error for a wrong number of indices
 
 
 def test_backend_with_other_settings_never_hits(kvtier):

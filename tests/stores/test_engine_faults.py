@@ -105,7 +105,8 @@ class RandomFaults:
             "head": Faults(flips=tuple(at(400 * 8) for _ in range(3))),
             "cut": Faults(cut_at=at(5000)),
             "slow": Faults(delay_s=0.01),
-            "hang": Faults(hangs_at=at(5000)) if self._num_hangs <= 2 else Faults(),  # each hang takes a second
+            # At most two hangs, because each takes a second.
+            "hang": Faults(hangs_at=at(5000)) if self._num_hangs <= 2 else Faults(),
         }
         self._setup.proxy.set(faults.get(kind, Faults()))
 
@@ -124,7 +125,7 @@ def test_engine_outputs_do_not_change_under_store_faults(model, setup, chats, ex
     assert failed > 0
 
 
-@pytest.mark.parametrize("hangs_at", [0, 5000])  # at the first response, or in the middle of the seven fetched blocks
+@pytest.mark.parametrize("hangs_at", [0, 5000])  # the lookup hangs, or the fetch of seven blocks
 def test_hanging_store_gets_no_calls_after_one_deadline(model, setup, chats, expected, hangs_at):
     fill_store(model, setup, chats)
     clock = Clock()

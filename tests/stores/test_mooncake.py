@@ -69,7 +69,7 @@ def test_mooncake_rdma_copies_only_unregistered_memory(bucket):
     values = [[other, host[:5000]], [host[5000:9000], memoryview(b""), host[-1:]]]
 
     def places() -> list[list[str]]:
-        """Return where the bucket reads each piece: "host", "original" (`other`), "start of scratch" or "scratch"."""
+        """Return the memory that holds each piece: "host", "original" for `other`, "start of scratch" or "scratch"."""
         pieces = bucket._pieces(values, scratch)
         assert [b"".join(each) for each in pieces] == [b"".join(parts) for parts in values]
         names = {address_of(scratch.take(1)): "start of scratch", address_of(other): "original"}

@@ -22,7 +22,7 @@ def _vllm_is_installed():
 
 @pytest.fixture(scope="session")
 def vllm(_vllm_is_installed, tmp_path_factory):
-    """The template process from which vLLM engines are forked. Its default model is the tiny Llama."""
+    """Yield the template process, which forks vLLM engines. Their default model is the tiny Llama."""
     model = vllm_models.make_llama(tmp_path_factory.mktemp("tiny-llama"))
     template = Template(tmp_path_factory.mktemp("vllm"), model)
     yield template
@@ -31,14 +31,14 @@ def vllm(_vllm_is_installed, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def oracle(vllm):
-    """vLLM without a connector and without prefix caching. All other configurations must return the same tokens."""
+    """Yield vLLM with the tiny Llama, without a connector and without prefix caching, as the reference for tokens."""
     with vllm.start(None, enable_prefix_caching=False, num_gpu_blocks_override=64) as engine:
         yield Oracle(engine)
 
 
 @pytest.fixture(scope="module")
 def engine(vllm):
-    """vLLM with the connector in the same process. The device cache is too small for three prompts of `prompt_of`."""
+    """Yield vLLM with the connector in one process. The device cache is too small for three prompts of `prompt_of`."""
     with vllm.start(connector(verify_loads=True)) as running:
         yield running
 
@@ -54,5 +54,5 @@ def redis_port(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def smollm2(_vllm_is_installed, tmp_path_factory):
-    """SmolLM2 as a Hugging Face folder."""
+    """Return a Hugging Face folder with SmolLM2."""
     return vllm_models.make_smollm2(tmp_path_factory.mktemp("smollm2"))

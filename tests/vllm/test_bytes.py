@@ -14,7 +14,7 @@ FAULTY = {"module": "vllm_connectors", "name": "FaultyConnector"}
 
 @pytest.fixture(scope="module")
 def checked(vllm):
-    """An engine that compares the bytes of every loaded block. Its host memory has 40 blocks."""
+    """Yield an engine that compares the bytes of every loaded block. Its host memory has 40 blocks."""
     settings = connector(verify_loads=True, host_bytes=40 << 16, max_saving_blocks=0)
     with vllm.start(settings, num_gpu_blocks_override=30) as engine:
         engine.run(scenarios.start_comparing_loads)

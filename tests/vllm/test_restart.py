@@ -81,7 +81,7 @@ def test_kills_lose_no_durable_block(vllm, oracle, tmp_path):
             answers = []
             for count, prompt in enumerate(PROMPTS, start=1):
                 answers += engine.ask([prompt])
-                if not number:  # wait until the store has the 9 blocks, because the next prompt needs the host blocks
+                if not number:  # the next prompt reuses the host memory of these 9 blocks, so first store them
                     engine.run(scenarios.metric_after, "vllm:kvtier_moved_blocks purpose=store", count * 9)
             assert [answer.tokens for answer in answers] == expected
             if number:

@@ -1,4 +1,4 @@
-"""SchedulerSide inside vLLM's real schedulers, with the simulated workers of vllm_steps: random requests and faults."""
+"""Run SchedulerSide inside vLLM's schedulers with random requests and faults. vllm_steps simulates the workers."""
 
 from __future__ import annotations
 
