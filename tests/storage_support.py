@@ -139,7 +139,7 @@ class Fault:
 
 
 class FaultyStore:
-    """A MemoryStore that applies the next fault to each call.
+    """A MemoryStore that applies the faults in the given order, one to each call.
 
     A hang advances the clock by the timeout of the call. In `scan`, an error or a hang fails the call and leaves the
     clock unchanged, and other faults have no effect.

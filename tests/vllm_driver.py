@@ -85,7 +85,7 @@ class Driver:
         self.after_step: list[Callable[[], None]] = []
         self.count = 0
         self.kept: dict[str, Any] = {}
-        """Values that scenarios keep between calls."""
+        """Values that functions of vllm_scenarios keep between calls."""
 
     @property
     def core(self) -> Any:

@@ -298,7 +298,7 @@ def _base_config(model: Path, num_drafts: int, policy: str, caches_prefixes: boo
 
 
 class SteppedEngine:
-    """vLLM's scheduler with simulated workers. The test advances it step by step."""
+    """vLLM's scheduler with simulated workers. The test runs the scheduler step by step."""
 
     def __init__(self, model: Path, setup: EngineSetup) -> None:
         self.setup = setup

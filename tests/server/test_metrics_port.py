@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_support import VERIFY
 
 KEY = "key-of-the-admin"
-# Names of the samples that vLLM's dashboard and the routers llm-d, AIBrix and production-stack read.
+# vLLM's dashboard and the routers llm-d, AIBrix and production-stack use the samples with these names.
 READ_BY_OTHERS = [
     "vllm:num_requests_waiting",
     "vllm:num_requests_running",

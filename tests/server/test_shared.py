@@ -169,7 +169,8 @@ def test_conversation_reuses_blocks_computed_by_other_server(servers):
     def send(turn, messages):
         server = servers[turn % 2]
         answer = ask(server, messages)
-        computed = lengths[-1] // BLOCK_TOKENS * BLOCK_TOKENS  # by the other server, in the previous turn
+        # The other server computed these tokens in the previous turn.
+        computed = lengths[-1] // BLOCK_TOKENS * BLOCK_TOKENS
         assert cached_of(answer) >= computed
         assert server.state()["recent"][0]["tokens_from"].get("shared", 0) >= min(computed, BLOCK_TOKENS)
         lengths.append(answer["usage"]["prompt_tokens"])

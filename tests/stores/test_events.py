@@ -214,7 +214,7 @@ def test_replay_of_discarded_messages_starts_with_a_snapshot():
 
 
 def test_new_publisher_continues_above_earlier_numbers():
-    """A subscriber that outlives the publisher sees a gap. Its next replay begins with AllBlocksCleared."""
+    """A subscriber that outlives the publisher finds a gap in the numbers. Its replay begins with AllBlocksCleared."""
     with subscribed() as (publisher, subscriber):
         publisher(BlocksStored("device", KEYS[0], KEYS[1], tokens(5, 6), is_first=True))
         subscriber.take(1)

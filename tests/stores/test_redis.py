@@ -183,9 +183,9 @@ def test_redis_evicted_objects_are_missing_and_others_are_intact(tmp_path):
 
 
 def test_redis_write_past_deadline_stores_no_later_changes(tmp_path):
-    """The server sleeps past the deadline of a write. The caller then changes its memory while the server still sleeps.
+    """The server sleeps past the deadline of a write. While the server sleeps, the caller overwrites the buffers.
 
-    The client sends most of the memory only when the server wakes up. Changed bytes must not become valid objects.
+    The client sends most of the buffers only when the server wakes up. Changed bytes must not become valid objects.
     """
     import redis
 

@@ -114,14 +114,14 @@ def redis_engine(vllm, redis_port, prefix, timeout, **store):
 
 @pytest.fixture(scope="module")
 def stored(vllm, redis_port):
-    """An engine whose calls to the store time out after 1 s, so that tests of servers that hang are short."""
+    """Yield an engine whose store calls time out after 1 s, so that tests with a hanging server are short."""
     with redis_engine(vllm, redis_port, "faults", "1s", wait="deadline", wait_seconds=2.0) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
 def intact(vllm, redis_port):
-    """An engine whose calls to the store time out after 300 s, so that no call is late, even if the CPU is busy."""
+    """Yield an engine whose store calls time out after 300 s, so that none times out if the CPU is busy."""
     with redis_engine(vllm, redis_port, "intact", "300s", wait="wait") as engine:
         yield engine
 

@@ -25,7 +25,7 @@ def engine(vllm):
 
 @pytest.fixture(scope="module")
 def alone(vllm):
-    """vLLM with LoRA and without a connector."""
+    """Yield vLLM with LoRA and without a connector."""
     with vllm.start(None, **LORA, enable_prefix_caching=False) as running:
         yield running
 

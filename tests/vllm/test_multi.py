@@ -1,4 +1,4 @@
-"""kvtier and vLLM's ExampleConnector together in vLLM's MultiConnector."""
+"""Test kvtier together with vLLM's ExampleConnector in a MultiConnector."""
 
 from __future__ import annotations
 
