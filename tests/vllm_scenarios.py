@@ -381,7 +381,7 @@ def _faults() -> Any:
 
 
 def save_after_reuse(driver: Driver, prompt: Sequence[int], others: Sequence[Sequence[int]]) -> None:
-    """Run a request, then others that reuse the free device blocks. Block all saves until the last request has ended."""
+    """Run a request, then others that reuse the free device blocks. Block all saves until the last request ends."""
     faults = _faults()
     faults.saves_may_run.clear()
     for each in (prompt, *others):
