@@ -27,7 +27,7 @@ from kvtier.index import NO_HINTS, Hints, Outcome
 
 TRACE_BLOCK_TOKENS = 512  # block size of Mooncake's format
 MAX_TOKEN = 2**31 - 1
-OTHER_EVENTS = ("start", "add", "step", "report", "update", "fail", "cancel")
+OTHER_EVENTS = ("start", "add", "step", "report", "update", "fail", "cancel", "discard")
 """Other events in the logs of recorder.py and benchmarks/step_recorder.py. They are skipped."""
 
 
