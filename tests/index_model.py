@@ -131,8 +131,10 @@ class Holder:
     spare: list[int] = field(default_factory=list)
     """Slots of published blocks that the device already held in other slots."""
     stopped: str | None = None
-    """Name of the MissReason that ended the match, which is "NONE" if every block up to the limit matched. If the tree
-    lacks the next block, it is the value None, because the model does not record why a block is missing."""
+    """Name of the MissReason that ended the match, or "NONE" if every block up to the limit matched.
+
+    It is None, without a name, if the tree lacks the next block: the model does not record why a block is missing.
+    """
     num_matched: int = 0
     has_unused_blocks: bool = False
     """True if the lease has added blocks to the tree and has not used its path since then."""

@@ -4,7 +4,7 @@ The class Victim starts a parent process with `python storage_crash.py FOLDER WO
 
 The parent reads lines "go SEED SYNC". For each line, it forks a process that writes objects ("the writer"). A fork is
 faster than a new Python process. The parent prints "pid N" when the writer has started and "dead" when the writer has
-ended. The lines of the writer list the numbers and versions of objects:
+ended. The writer prints lines with the numbers and versions of objects:
 
     trying NUMBER VERSION ..     before each write
     stored NUMBER VERSION ..     after each write that stored all objects

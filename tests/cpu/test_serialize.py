@@ -305,7 +305,7 @@ def test_load_with_any_flipped_bit_raises(reader_name, folder, data):
 def test_load_of_truncated_record_raises(reader_name, folder, data):
     record = record_of(numbers(40))
     length = data.draw(st.one_of(st.integers(1, len(record) - 1), st.integers(PAGE - 1, len(record) - 1)))
-    available = length if length < PAGE else length - PAGE  # bytes that are left of the header or payload
+    available = length if length < PAGE else length - PAGE  # bytes of the header, or of the payload after it
     with pytest.raises(FormatError, match=rf" {available}$"):
         READERS[reader_name](record[:length], folder)
 

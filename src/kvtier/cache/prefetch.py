@@ -1,6 +1,6 @@
 """Prefetcher: fetches blocks from stores to the host for waiting requests.
 
-    start ──> probing ──(keys are known)──> waiting ──(there is room)──> in flight ──(results)──> over
+    start ──> probing ──(stores replied)──> waiting ──(there is room)──> in flight ──(results)──> over
                 └── nothing to fetch, no host slots (first attempt), or computing is faster ───────^
 
 A prefetch holds a lease on its path until its request has matched the path or was cancelled. If nothing will be

@@ -103,7 +103,10 @@ def _attend_tile(q: Tensor, first: int, context: int, cache: Tensor, table: Tens
 
 @functools.cache
 def _mask(offset: int, group: int) -> Tensor:
-    """Return a mask, True for keys after the query. Query i is at key i + `offset`, and has `group` equal rows."""
+    """Return a mask [query and query head, key] that is True for keys after the query.
+
+    Query i has the position of key i + `offset`. Its `group` query heads have equal rows.
+    """
     return torch.arange(KEYS) > (torch.arange(TILE) + offset).repeat_interleave(group)[:, None]
 
 

@@ -24,8 +24,10 @@ from kvtier.engine.ops_triton_long import LONG_LIMITS, long_attention, supports_
 from kvtier.engine.weights import Linear
 
 # Prefill tiles: query rows, keys, warps, and stages of the software pipeline.
-# TFLOP/s for the heads of Llama-3-8B and 512 to 32k queries: 32 to 400 with 64 x 64, 4 warps and 2 stages; 28 to 358
-# with 128 x 64, 8 warps and 3 stages (H200, measured on 2026-11-19).
+# TFLOP/s for the heads of Llama-3-8B (H200, measured on 2026-11-19):
+#     queries                                512    32k
+#     64 x 64, 4 warps, 2 stages              32    400
+#     128 x 64, 8 warps, 3 stages             28    358
 _TILE = (64, 64, 4, 2)
 _TILE_SMALL_HEADS = (128, 64, 4, 3)  # head_dim up to 64
 _TILE_F32 = (32, 32, 4, 3)  # Triton unrolls float32 dots: tiles of 128 x 64 would take minutes to compile
@@ -401,13 +403,13 @@ def prefill_splits(rows: int, most_keys: int, device: torch.device) -> int:
     """Return the number of shares into which the keys of a tile are split: a power of two.
 
     `rows` is the number of rows of all tiles. Splits help if few tokens attend to many keys, for example after a cached
-    prefix. There are then too few tiles for all multiprocessors. Time of one layer with the heads of Llama-3-8B over
-    32k keys, with tiles of 128 rows (H200, measured on 2026-11-15):
+    prefix. There are then too few tiles for all multiprocessors. The rules are tuned for tiles of 128 rows. Time of one
+    layer with the heads of Llama-3-8B over 32k keys (H200, measured on 2026-11-15):
         tokens               16     64     256    512
         without splits, ms   0.95   1.00   1.04   0.96
         with splits, ms      0.14   0.22   0.62   1.05
     """
-    tiles, processors = max(1, rows // 128), _processors(device)  # the rules are tuned for tiles of 128 rows
+    tiles, processors = max(1, rows // 128), _processors(device)
     if 4 * tiles > 3 * processors:  # the tiles occupy more than three quarters of the multiprocessors
         return 1
     most = min(_MOST_PREFILL_SPLITS, 2 * processors // tiles, max(1, most_keys // _LEAST_SHARE))  # at most two per SM

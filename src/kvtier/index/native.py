@@ -45,7 +45,7 @@ class TrackerState(ctypes.Structure):
     frontier: int
     """Number of the oldest touch that LRU would still hold."""
     num_in_lru: int
-    """Number of blocks that LRU would hold: the open blocks of touch `frontier` and all later touches."""
+    """How many blocks LRU would hold. The last use of each of them is touch `frontier` or a later touch."""
     num_requests: int
     """Requests since the last update of the guard. The next three fields count their blocks, hits and hits with LRU."""
     num_blocks: int
@@ -80,7 +80,10 @@ class IndexNative:
         self._library = library
 
     def best_ratios(self, hits: F64, seconds: F64) -> F64:
-        """For each bucket, return the highest ratio of hits to seconds between its start and any later edge."""
+        """Return the highest ratio of hits to seconds from each edge to any later edge.
+
+        `hits` and `seconds` contain sums up to each edge, [row, edge]. The result is [row, edge] without the last edge.
+        """
         best = np.empty((len(hits), hits.shape[1] - 1))
         addresses = (array.ctypes.data for array in (hits, seconds, best))
         self._library.kvtier_best_ratios(len(hits), *addresses)

@@ -10,9 +10,10 @@ This is the Gittins index. It does not depend on a capacity, a horizon or a thre
 class, and the value falls with age, the order of the values is LRU.
 
 The hazard at an age is the expected number of hits per second at that age, given that the block has not been used
-again before. It is the product of a common curve over age, a factor for each feature, a factor for the class, a shape
-over age for `uses`, and a shape over age for the class. Each factor and shape is shrunk towards 1 by the weight of
-PRIOR typical observations, or 2 * PRIOR for the shape of the class. Classes with few observations thus resemble others.
+again before. A class is a combination of features; one feature, `uses`, is the number of uses so far. The hazard is the
+product of a common curve over age, a factor for each feature, a factor for the class, a shape over age for `uses`, and
+a shape over age for the class. Each factor and shape is shrunk towards 1 by the weight of PRIOR typical observations,
+or 2 * PRIOR for the shape of the class. Classes with few observations thus resemble others.
 """
 
 from __future__ import annotations
@@ -29,15 +30,15 @@ F64 = np.ndarray[Any, np.dtype[np.float64]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
 # Age buckets in seconds: [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours. The last bucket contains all
-# higher ages too. In a prototype, the width of the first bucket and the ratio (1.25 or more) had little effect on the
-# hit rate. However, a first bucket of 10 s was too coarse for agents.
+# higher ages too. In a prototype, ratios from 1.25 on gave almost the same hit rates, as did narrower first buckets. A
+# first bucket of 10 s was too coarse for agents.
 RATIO, NUM_BUCKETS = 1.5, 28
 EDGES: F64 = np.concatenate(([0.0], RATIO ** np.arange(NUM_BUCKETS)))
 WIDTHS: F64 = np.diff(EDGES)
 LIMITS: list[float] = EDGES[1:-1].tolist()
 ENDS = [*LIMITS, math.inf]
 NATIVE_ENDS, NATIVE_USES = np.array(ENDS), np.array(USES_BIN, np.int64)  # arrays for native code
-# PRIOR and ENOUGH count observations of typical weight, which is the weighted mean of all weights (at least 1).
+# PRIOR and ENOUGH count observations of typical weight: sum of squared weights / sum of weights, but at least 1.
 PRIOR = 4.0  # the hit rates of the prototype changed little with 1 and with 16
 ENOUGH = 8.0  # needed for the first fit; the policy is LRU until then
 DECAY, DECAY_REQUESTS = 0.98, 128  # the weight halves in about 4,400 requests, as in the prototype
@@ -68,8 +69,11 @@ class ReuseTable:
         self.values: list[list[float]] = []
         """Value by class and bucket. The list is extended for new classes by `row`."""
         self.floors: list[float] = []
-        """By class: the lowest value in the buckets before a rise, or infinity if there is no such bucket. A bucket is
-        before a rise if the highest value of the class follows, and is higher by about the factor NOISE or more."""
+        """By class: the lowest value of a bucket before a rise, or infinity if there is no such bucket.
+
+        A bucket is before a rise if a later bucket has the highest value of the class, and if this value exceeds the
+        value of the bucket by about the factor NOISE or more.
+        """
         self.rises_until: list[float] = []
         """By class: the age at which the last bucket before a rise ends, or 0 if there is no such bucket."""
         self.is_fitted = False

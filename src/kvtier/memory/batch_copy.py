@@ -266,9 +266,9 @@ class BatchCopy:
     ) -> None:
         """Add many copies as one array of three rows: source addresses, destination addresses, byte counts.
 
-        Nothing is checked, and the array is not copied. `nbytes` is the total size. With `nbytes`, the copies must be
-        independent and sorted by destination, and no copy may be empty, or adjacent to the copy before it in both
-        source and destination. A batch that consists of one table with `nbytes` runs without planning.
+        Nothing is checked, and the array is not copied. `nbytes` is the total size. Pass it only if the copies are
+        independent, sorted by destination and not empty, and if no copy continues the previous copy in both source and
+        destination. A batch that consists of one table with `nbytes` runs without planning.
         """
         count = table.shape[1]
         if count:

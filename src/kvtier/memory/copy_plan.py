@@ -7,7 +7,8 @@ as if the entries ran one after another, and each entry read its whole source be
     writes  [100,104)[104,108)[ 40, 44)[100,104)
     reads   [200,204)[204,208)[208,212)[ 40, 44)
 
-    wave 0     entries 0 and 1 as one piece, because entry 1 continues entry 0 in source and destination; and entry 2
+    wave 0     entry 2
+               entries 0 and 1 as one piece, because entry 1 continues entry 0 in source and destination
     wave 1     entry 3, because it reads bytes that entry 2 writes, and overwrites bytes that entry 0 writes
 
 Pieces of one wave are independent of each other, so they may run in any order. Waves run one after another.

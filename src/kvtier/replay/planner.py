@@ -47,7 +47,7 @@ class PlanResult:
     more_host: PlanPoint
     """The setup `chosen` (`nearest` if `chosen` is None) with another 100 GiB of host memory."""
     more_disk: PlanPoint | None
-    """That setup with another 100 GiB of disk instead. None if there is no disk or that setup has no host memory."""
+    """The setup `chosen` or `nearest` with another 100 GiB of disk. None if it has no disk or no host memory."""
 
 
 def plan(

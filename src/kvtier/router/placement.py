@@ -297,7 +297,7 @@ def _num_distinct(numbers: I64) -> int:
 def _count_bits(masks: U64) -> I64:
     """Return, for each bit, the number of rows of `masks` [row, word] in which the bit is set.
 
-    Each 64-bit word contains eight counters of 8 bits. Groups of 255 rows are added first, so no counter overflows.
+    Every bit becomes a counter of 8 bits. Groups of 255 rows are added first, so that no counter overflows.
     """
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").view(np.uint64)
     partial = np.add.reduceat(bits, np.arange(0, len(bits), 255), axis=0)

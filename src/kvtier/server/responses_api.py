@@ -68,7 +68,8 @@ _SAME_FIELDS = (
 )
 """Fields that chat requests have under the same name."""
 _LOGPROBS = "message.output_text.logprobs"
-# Field of the chat request -> the field of this API from which it is translated. Errors name the field of this API.
+# Field of the chat request -> the field of this API from which it is translated. The endpoint uses this map to rename
+# the fields in errors of the chat request.
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "response_format.json_schema.schema": "text.format.schema",
@@ -111,8 +112,8 @@ class MessageItem(Loose):
     def add_to(self, messages: list[dict[str, Any]]) -> None:
         """Append the message, or join it with the last message.
 
-        Chat templates expect one system message at the start. The instructions, and system and developer messages
-        before all other messages, are therefore joined into one. Later system messages stay where they are.
+        Chat templates expect one system message at the start. System and developer messages at the start are therefore
+        joined with the instructions. Later system messages stay where they are.
         """
         role, text = "system" if self.role == "developer" else self.role, _joined(self.content)
         last = messages[-1] if messages else {}
@@ -296,7 +297,7 @@ class ResponsesRequest(Strict):
         return self.model_copy(update={"input": []})
 
     def to_chat(self) -> ChatRequest:
-        """Return the chat request. A ValidationError names fields of the chat request."""
+        """Return the chat request. A ValidationError names fields of the chat request, see NAMES."""
         fields = {name: getattr(self, name) for name in _SAME_FIELDS}
         messages: list[dict[str, Any]] = []
         if self.instructions:

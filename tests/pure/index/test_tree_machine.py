@@ -300,7 +300,10 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, max_tokens=st.integers(1, 2))
     def match_within(self, which, max_tokens):
-        """Match the tokens after a leased path with the start of a block. Without media, find the longest match."""
+        """Match the tokens after a leased path with the start of a block.
+
+        The match must be the longest one, unless the tree skips nodes because of media.
+        """
         pair = self.open[which % len(self.open)]
         spec, end = pair.holder.spec, pair.holder.end
         tokens, held = spec.tokens[len(pair.holder.path) * BLOCK_TOKENS :][:max_tokens], self.model.held()

@@ -75,7 +75,7 @@ class MooncakeBucket:
             raise BucketError(f"the setup of the client failed with code {code}", is_transient=False)
 
     def register(self, memory: memoryview) -> None:
-        # Only RDMA needs registered memory. Over TCP, registered memory could be read and written by any peer.
+        # Over TCP, any peer could read and write registered memory. Only the scratch memory of `_take` is registered.
         if not self._is_tcp:
             with self._changing:
                 self._add(memory)
@@ -159,7 +159,8 @@ class MooncakeBucket:
         """Return names in order. Every call fetches all names from the master."""
         if not self._admin_port:
             raise BucketError(
-                "the Mooncake client cannot list objects; set the master's administration port, admin=9003",
+                "the Mooncake client cannot list objects; add the master's administration port to the URL of the "
+                "store, for example admin=9003",
                 is_transient=False,
             )
         try:
