@@ -128,9 +128,9 @@ def advice_text(found: PlanResult) -> list[str]:
         holds = "serves every request with" if refused else "has"
         text = [
             f"No simulated size {holds} TTFT p99 of {found.target_ttft_p99:g} s or less. The nearest is "
-            f"{sizes_text(base.host_bytes, base.disk_bytes)} with {p99:.2f} s and a hit rate of {rate:.1%}. A larger "
-            f"cache does not help. The GPUs compute {base.summary.utilisation:.0%} of the time, and requests queue "
-            f"for {base.summary.queue['p99']:.2f} s (p99)."
+            f"{sizes_text(base.host_bytes, base.disk_bytes)} with {p99:.2f} s and a hit rate of {rate:.1%}. The GPUs "
+            f"compute {base.summary.utilisation:.0%} of the time, and requests queue for "
+            f"{base.summary.queue['p99']:.2f} s (p99)."
         ]
         if refused:
             text.append(
