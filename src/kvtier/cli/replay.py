@@ -171,7 +171,7 @@ def seconds(text: str) -> float:
 
 
 def _add_options(command: Parser) -> None:
-    help = "trace file in Mooncake's or kvtier's JSONL format (also .gz or .zst), or synthetic:KNOB=VALUE,..."
+    help = "trace file in Mooncake's or kvtier's JSONL format (also .gz or .zst), or synthetic:NAME=VALUE,..."
     command.add_argument("traces", nargs="+", metavar="TRACE", help=help)
     option = command.add_argument_group("workload").add_argument
     option("--speed", type=float, default=1.0, metavar="X", help="replay X times as fast")
