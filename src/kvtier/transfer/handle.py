@@ -5,9 +5,9 @@ QUEUED ──> RUNNING ──────────────> DONE
   ├───────────┼─(cancel)──────────> CANCELLED
   └───────────┴─(deadline)────────> LATE
 
-If a slice fails, the report says FAILED even if the transfer was also cancelled or late. There is no report before all
-submitted slices have ended, so no copy touches a block after the report. A block counts as moved if all of its slices
-arrived, even if other blocks of the transfer failed.
+A transfer is submitted in slices, each with (parts of) some blocks. A block counts as moved if all slices with parts of
+this block arrived. There is no report before all submitted slices have ended, so no copy touches a block after the
+report. If a slice fails, the report says FAILED even if the transfer was also cancelled or late.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ class TransferHandle:
         return report
 
     def settle(self, timeout: float | None = None) -> TransferReport:
-        """Wait for the report. Unlike `wait`, leave the report for the manager's poll().
+        """Wait for the report, which the manager's poll() returns again.
 
-        After `wait` has returned a report, the manager's next submit() drops it, and poll() no longer returns it.
+        After `wait`, in contrast, the manager's next submit() drops the report.
         """
         limit = float("inf") if timeout is None else time.monotonic() + timeout
         step = 0

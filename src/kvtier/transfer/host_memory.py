@@ -1,4 +1,4 @@
-"""HostMemory: the memory of the host tier, with slots for blocks of one group. A thread makes it usable piece by piece.
+"""HostMemory: host memory with slots for blocks of one cache group. A thread makes the memory usable piece by piece.
 
              HostMemory(...)          piece by piece, on a thread
 slots  0 ........ num_ready ........ num_slots      num_ready only grows, until free()
@@ -44,9 +44,9 @@ class GrowthState(Enum):
 class HostMemory:
     """Host memory with `num_slots` slots for blocks of `group`.
 
-    If `device` is a GPU, the memory is pinned and near this GPU. If `device` is "cpu", the memory is pageable. Slots
-    are contiguous. Slots below `num_ready` are usable; a thread makes the others usable. The memory is independent of
-    the device cache: if an engine frees its device tensors while it sleeps, the blocks in host memory stay valid.
+    If `device` is a GPU, the memory is pinned, on the GPU's NUMA node if possible. If `device` is "cpu", the memory is
+    pageable. Slots are contiguous. Slots below `num_ready` are usable; a thread makes the others usable. The memory is
+    independent of the device cache: if a sleeping engine frees its device tensors, the blocks here stay valid.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class HostMemory:
         background: bool = True,
         lazy: bool = False,
     ) -> None:
-        """With `lazy`, do not make pageable memory resident. Without `background`, make all slots usable now."""
+        """With `lazy`, do not make pageable memory resident. Without `background`, grow before returning."""
         if num_slots < 1 or piece_bytes < 1:
             raise ArgumentError(f"num_slots and piece_bytes must be positive, got {num_slots} and {piece_bytes}")
         self.group = group
@@ -117,7 +117,7 @@ class HostMemory:
     # ---- the slots ----
 
     def block_view(self, layer: int | None = None, name: str | None = None) -> BlockView:
-        """View the usable slots as whole blocks, or as blocks of one layer's tensor, for the swap operators."""
+        """View the usable slots as blocks. With `layer` and `name`, view only this tensor of each block."""
         holding = self.keep()
         if (layer is None) != (name is None):
             raise ArgumentError("a view of one tensor needs both its layer and its name")
@@ -213,9 +213,8 @@ def _grow(watched: weakref.ref[HostMemory]) -> None:
 def block_checksums(host: HostMemory, slots: Ids, threads: int = 1) -> dict[int, int]:
     """Return the CRC-32 of the block in each of these slots.
 
-    The compiled code reads 7 GB/s per core, zlib 1.6 GB/s (Xeon, 2026-11-15). The checksums detect memory errors. A
-    keyed hash would also detect an attacker who writes to this memory, but such an attacker controls the process
-    anyway.
+    The checksums detect memory errors, but not attackers: an attacker who can write to this memory controls the process
+    anyway. The compiled code reads 7 GB/s per core, zlib 1.6 GB/s (Xeon, 2026-11-15).
     """
     view = host.block_view()
     ids = check_ids("slots", slots, view.num_blocks)

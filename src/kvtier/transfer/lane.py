@@ -1,13 +1,12 @@
 """Lane: one direction of the link. Decides the order and the streams of transfers, and limits the bytes in flight.
 
-Urgent transfers have a separate stream and do not wait for bulk transfers. While an urgent transfer is in flight, no
-bulk slice is submitted. At most max_urgent_bytes of urgent and max_in_flight_bytes of bulk transfers are in flight. A
-bulk transfer that is larger than its limit is queued, and starts slice by slice. If a single slice or a whole urgent
-transfer is larger than its limit, it starts when no other copy of the same kind (urgent or bulk) is in flight.
+A transfer consists of slices (blocks that are submitted together). Urgent transfers have a separate stream and do not
+wait for bulk transfers. While an urgent transfer is in flight, no bulk slice is submitted. At most max_urgent_bytes of
+urgent copies and max_in_flight_bytes of bulk copies are in flight. An urgent transfer or a single slice may exceed its
+limit, if no other copy of its kind (urgent or bulk) is in flight.
 
-If a whole transfer may start now by these rules and no queued transfer must go first, the thread that calls `submit`
-submits all slices at once. Otherwise the whole transfer is queued, and the lane's own thread submits the slices one by
-one:
+If these rules allow a whole transfer now, and no queued transfer must go first, `submit` submits all slices at once.
+Otherwise, the whole transfer is queued, and the lane's own thread submits the slices one by one:
 
     queue    [ urgent transfers, oldest first | bulk transfers, oldest first ]
 """

@@ -21,7 +21,7 @@ from kvtier.transfer.lane import Lane
 from kvtier.transfer.staging import Mover
 from kvtier.transfer.strategy import Strategy, TransferConfig
 
-_UNSLICED = 1 << 62  # larger than any transfer, so that an urgent direct copy has one slice per group of layers
+_UNSLICED = 1 << 62  # larger than any transfer: an urgent transfer that is not staged has one slice per layer group
 
 
 class TransferManager:
@@ -172,7 +172,7 @@ class TransferManager:
         return self.submit(compiled, urgent=urgent, after=after, timeout=timeout)
 
     def poll(self, *, only_urgent: bool = False) -> list[TransferReport]:
-        """Return the reports of ended transfers (or only urgent ones) that no earlier poll() returned. Never waits."""
+        """Return the reports of ended transfers, each report once. `only_urgent` skips bulk transfers. Never waits."""
         with self._lock:
             live = [each for each in self._live.values() if each.urgent or not only_urgent]
         ended = [report for transfer in live if (report := transfer.report) is not None]

@@ -13,9 +13,9 @@ The kernel stream has high priority. While the model runs large matrix products,
 between two products. The high priority makes it start before the next product. All slots share one kernel stream,
 because one stream per slot was slower (docs/decisions/0006).
 
-With some kernel streams, copies run at only 0.93 of the link rate while the model is busy. They stay slow until the
-kernel stream is replaced. The cause is unknown (H200, driver 580.159, 2026-11-15; docs/decisions/0006). The ring
-therefore times its copies, and replaces the kernel stream when copies are slow.
+With some kernel streams, copies run at only 0.93 of the link rate while the model is busy. The cause is unknown (H200,
+driver 580.159, 2026-11-15; docs/decisions/0006). The ring therefore times its copies, and replaces the kernel stream
+when copies are slow.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ Mover = Callable[[PathName, CopyContext, Pieces], PathName]
 """Executes independent copies: copy_paths.run_path, or a replacement in tests."""
 
 
-# Priority of the kernel stream; lower numbers run first. The streams of a lane have other priorities. torch's pool can
-# return the same stream twice for one priority, and kernels that share a stream with copies would wait for them.
+# Priority of the kernel stream; lower numbers run first. The copy streams of a lane have other priorities, because
+# torch's pool can return the same stream twice for one priority. Kernels on a copy stream would wait for its copies.
 _FIRST = -2
-_SLOW = 0.96  # share of the best known rate; with slow kernel streams, copies reach 0.93, with others 0.98 or more
+_SLOW = 0.96  # minimum share of the best rate; copies reach 0.93 with a slow kernel stream, otherwise 0.98 or more
 _TIMED_BYTES = 32 << 20  # smaller copies are not timed
 _JUDGED = 4  # copies to time for each decision, because other traffic may slow down a single copy
 

@@ -40,13 +40,13 @@ class TransferConfig:
     max_urgent_bytes: int = 8 << 30
     """Maximum urgent bytes in flight per direction. Further urgent transfers are queued ahead of bulk transfers."""
     group_piece_bytes: int = 512 << 10
-    """Approximate bytes per block and layer group in a layer-wise load. With 512 KiB, DMA reaches 96 % of the link."""
+    """Approximate bytes per block and layer group in a layer-wise load. 512 KiB reach 96 % of the link rate."""
     min_layer_groups: int = 4
     """Minimum number of layer groups in a layer-wise load. The model can start when the first group has arrived."""
     chunk_bytes: int = 64 << 20
-    """Size of a slot of the staging ring. While the gather kernel of one slot waits for a busy GPU, the two slots that
-    are already full are copied, and this copy should take longer than the wait. Small slots cost more host time,
-    because filling and emptying a slot takes a kernel launch and a batch call (0.1 ms)."""
+    """Size of a slot of the staging ring. While the gather kernel of a slot waits for a busy GPU, the other slots are
+    copied. These copies should take longer than the wait. Small slots cost more host time: each slot of data takes a
+    kernel launch and a batch call (0.1 ms)."""
     num_chunks: int = 3
     """Number of slots of the staging ring."""
     gather_blocks: int = 264
@@ -60,12 +60,10 @@ class TransferConfig:
                 raise ArgumentError(f"{name} must be positive, got {getattr(self, name)}")
 
 
-# Minimum size of the first chunk of a staged save, and of the last chunk of a staged load. In large transfers, this
-# chunk has a sixteenth of the blocks. A small size is good, because the link is idle while the chunk is gathered or
-# scattered. A large size is good, because the gather of the next chunk should end during the copy of this chunk, even
-# if the gather has to wait for a busy GPU. On an idle GPU, staged transfers of 64 MiB reach 0.969 of the link rate if
-# this chunk has 4 MiB, 0.963 with 8 MiB, and 0.962 with 12 MiB. During matrix products, there is no difference (H200,
-# 2026-11-15).
+# A staged transfer is copied in chunks that fit into a slot of the staging ring. The link is idle while the first chunk
+# of a save is gathered, or the last chunk of a load is scattered. This chunk is therefore small; FIRST_CHUNK_BYTES is
+# its minimum size. A larger chunk would give the gather of the next chunk more time. On an idle GPU, staged transfers
+# of 64 MiB reach 0.969 of the link rate with a minimum of 4 MiB, and 0.962 with 12 MiB (H200, 2026-11-15).
 FIRST_CHUNK_BYTES = 4 << 20
 
 
@@ -117,11 +115,11 @@ class StrategyChoice:
     note: str = ""
     """The reason without the estimates."""
     estimate: Callable[[], tuple[Prices, Prices]] | None = None
-    """Returns the result of `_prices`. None if the strategy was forced, was the only one, or there are no blocks."""
+    """Returns the result of `_prices`. None if a strategy was forced, only one was usable, or there are no blocks."""
 
     @property
     def why(self) -> str:
-        """The reason, with the estimated time and the model's lost time per strategy. `choose` compares their sums."""
+        """The reason, with two estimates per strategy: the time of the transfer and the model's lost time."""
         if self.estimate is None:
             return self.note.rstrip("; ")
         times, prices = self.estimate()

@@ -33,7 +33,7 @@ from kvtier.worker.store_io import StoreWorker
 
 @dataclass(slots=True)
 class _CopyJob:
-    """One load, or one or more saves of a plan. There is one copy per cache group."""
+    """A load, or saves of a plan that are copied together. There is one copy per cache group."""
 
     transfers: tuple[TransferRequest, ...]
     copies: list[TransferHandle]
@@ -107,7 +107,7 @@ class CacheController:
         self._transfers.release()
 
     def resize_host(self, num_blocks: int, caches: Sequence[torch.Tensor | DeviceCache]) -> None:
-        """Replace the host memory and copy the blocks that fit into the new memory. No transfer may be in flight.
+        """Replace the host memory, and copy as many blocks as fit. No transfer may be in flight.
 
         Drop the previous device caches, and use `caches` for later transfers. If the memory cannot be allocated, raise
         OutOfMemoryError and keep the old memory.
@@ -265,7 +265,7 @@ class CacheController:
     def _take(self, report: TransferReport) -> None:
         job = self._by_copy.pop(report.id, None)
         if job is None:
-            return  # the copy of another cache group could not start; `_copy` retried or reported the transfers
+            return  # `_copy` gave up this job, because the copy of another cache group could not start
         job.reports.append(report)
         if len(job.reports) < len(job.copies):
             return

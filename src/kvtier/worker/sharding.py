@@ -2,8 +2,8 @@
 
 A block is stored as one object per cache group and shard of the KV heads. The number S of shards is fixed for a store.
 If there are n ranks, rank r reads and writes the shards [r S/n, (r + 1) S/n). Tensors that are replicated on every
-rank, such as a latent or an indexer, form a separate object. Rank 0 writes this object, and all ranks read it. On disk,
-it is in the folder of shard 0, so ranks on other machines do not find it.
+rank, such as a latent or an indexer, form a separate object. Rank 0 writes this object, and all ranks read it. A
+disk store keeps this object in the folder of shard 0, so ranks without access to this folder do not find the object.
 
     4 heads of one token on 1 rank      | h0 h1 h2 h3 |
     4 heads of one token on 2 ranks     | h0 h1 |  | h2 h3 |

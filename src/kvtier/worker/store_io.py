@@ -29,7 +29,10 @@ from kvtier.worker.sharding import Bytes, ObjectPart, Sharding, parts_of
 
 _SCAN_PAGE = 4096  # maximum number of objects per page of a listing
 _GATHER_BYTES = 16 << 20
-"""Limit of the gathered bytes per call to a store. A larger block has its own call. malloc can reuse such memory."""
+"""Maximum bytes of non-contiguous parts that are gathered for one call to a store. A larger block has its own call.
+
+malloc can reuse freed buffers of this size for the next call.
+"""
 
 
 class StoreWorker:
@@ -182,8 +185,8 @@ class StoreWorker:
         labels = [Label(namespace, digest) for namespace in namespaces for digest in digests]
         gathered = {part: np.empty((len(slots), part.nbytes), np.uint8) for part in parts if part.span is None}
         memory = [view for part in parts for view in self._memory(part, slots, gathered.get(part))]
-        # Gather all parts of one block before the next block, because a block fits into the CPU cache. Gathering one
-        # part of all blocks before the next part would take twice as long.
+        # The outer loops are over blocks, because a block fits into the CPU cache. With outer loops over parts,
+        # gathering would take twice as long.
         if not is_fetch:
             for at, slot in enumerate(slots):
                 for part, objects in gathered.items():
@@ -222,7 +225,7 @@ class StoreWorker:
         self._report(None, StoreLookup(probe.store, present, absent, probe.id))
 
     def _scan(self, probe: Probe) -> None:
-        """Report the blocks of which every part is in the store. Report after each page that completes blocks."""
+        """List the stores of a tier. After each page, report the blocks of which all parts have been found."""
         lacking: dict[bytes, set[ObjectPart]] = {}  # block key -> parts that were not found yet
         for store, parts in self._by_store(probe.store):
             for page in self._pages(store, parts):
@@ -284,5 +287,5 @@ def _by_block(answers: Sequence[bool], parts: Sequence[ObjectPart]) -> np.ndarra
 
 def _run(todo: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := todo.get()) is not None:
-        with contextlib.suppress(Exception):  # only drops raise; the blocks that a failed drop leaves are valid
+        with contextlib.suppress(Exception):  # a failed drop may leave blocks in the store, but these blocks are valid
             task()
