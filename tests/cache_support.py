@@ -242,7 +242,7 @@ class Lab:
     def num_in(self, tier: str, chain: Chain) -> int:
         """Count the blocks of a prompt in a tier.
 
-        In a memory tier, only readable blocks count. In a store, only the blocks that rank 0 has stored count.
+        For a memory tier, count only readable blocks. For a store, count the blocks in the store of rank 0.
         """
         if tier in self.worker.stores:
             return sum(key in self.worker.stores[tier] for key in split_keys(chain.keys()))

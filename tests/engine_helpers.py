@@ -133,7 +133,7 @@ def prompts(seed: int, *lengths: int, shared: Sequence[int] = ()) -> list[list[i
     ]
 
 
-TIE = 1e-5  # the two largest logits of one example (qwen3, seed 31) differ by 4.8e-7; all logits are below 10
+TIE = 1e-5  # tolerance of logits, which are below 10; in one example (qwen3, seed 31), the largest two differ by 4.8e-7
 
 
 def is_greedy(oracle: Any, prompt: Sequence[int], tokens: Sequence[int]) -> bool:

@@ -305,8 +305,8 @@ def inject(run, monkeypatch):
 def check_row_faults(model, stage, monkeypatch, *, exact=True):
     """Run requests together with victims that fail at `stage`, and again without victims. Compare the answers.
 
-    If `exact`, log-probabilities are compared bit by bit, which needs a batch-invariant model. Otherwise, only the
-    number of log-probabilities is compared.
+    If `exact`, compare log-probabilities bit by bit, which needs a batch-invariant model. Otherwise, compare only the
+    number of log-probabilities. Tokens and texts are always compared.
     """
     tokenizer = make_tokenizer()
     run = Run(model, tokenizer, stage)

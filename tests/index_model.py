@@ -133,7 +133,7 @@ class Holder:
     stopped: str | None = None
     """Name of the MissReason that ended the match, or "NONE" if every block up to the limit matched.
 
-    It is None, without a name, if the tree lacks the next block: the model does not record why a block is missing.
+    If the next block is not in the tree, the value is None, because the model does not record why a block is missing.
     """
     num_matched: int = 0
     has_unused_blocks: bool = False
@@ -161,7 +161,7 @@ class Model:
         self.roots: dict[Domain, Block] = {}
         self.holders: list[Holder] = []
         self.reserved: list[dict[int, Domain]] = [{} for _ in sizes]
-        """Slots from `reserve` that do not belong to a block yet."""
+        """Per tier: reserved slots that do not belong to a block yet, with the domain of the owner."""
         self.quotas: list[dict[bytes, int]] = [{} for _ in sizes]
         self.clock = 0
 
@@ -345,11 +345,11 @@ class Model:
         return [block for block in candidates if not any(b in candidates for b in block.below() if b is not block)]
 
     def check_new_victims(self, tier: int, new: set[Name]) -> None:
-        """Check the next victims that the tree has just chosen, named in `new`.
+        """Check the next victims that the tree has just chosen. `new` contains their names.
 
-        Every new victim must be evictable. Compare each new victim that is a leaf with each leaf that is not a next
-        victim. The priority of the victim must not be higher. With exact LRU and equal priorities, `low` of the victim
-        must not exceed `high` of the leaf.
+        Every new victim must be evictable. Compare each new victim that is a leaf with each other leaf that is not a
+        next victim. The victim's priority must not be higher. With exact LRU and equal priorities, the victim's `low`
+        must not exceed the other leaf's `high`.
         """
         leaves, chosen = self.leaves(tier), set().union(*self.next_victims[tier].values())
         evictable = {block.name for block in self.evictable(tier)}

@@ -446,7 +446,7 @@ def test_allocator_peak_remains_after_free():
 def test_zero_byte_buffer_does_not_call_allocator_callables(placement):
     pool = Pool(placement)
     buffer = Buffer(0, "f32", allocator=pool.allocator)
-    assert buffer  # an open buffer with an allocation is true, even with zero bytes
+    assert buffer  # an open buffer is true, even with zero bytes
     assert buffer.tolist() == []
     assert counters(pool.allocator) == (0, 0, 1, 1)
     del buffer

@@ -1,4 +1,4 @@
-"""HostQueue: order of tasks, marks, errors, lifetime of task memory, and closing."""
+"""HostQueue: order of tasks, marks (recorded positions in a queue), errors, lifetime of task memory, and closing."""
 
 from __future__ import annotations
 

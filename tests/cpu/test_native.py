@@ -110,7 +110,7 @@ sizes_of_pieces = st.lists(
 @example(sizes=[512 * KIB] * 4, threads=4, seed=3)  # each thread begins at the start of a piece
 @example(sizes=[0, 700 * KIB, 0, 0, 700 * KIB, 0], threads=2, seed=4)
 @example(sizes=[MIB - 1, 1, 1, MIB - 1], threads=3, seed=5)
-@example(sizes=[255, 256, 257, 319, 320, 16 * MIB], threads=1, seed=6)  # 16 MiB or more use non-temporal stores
+@example(sizes=[255, 256, 257, 319, 320, 16 * MIB], threads=1, seed=6)  # batches from 16 MiB use non-temporal stores
 @example(sizes=[16 * MIB - 3, 4097, 63, 64, 65, 511], threads=3, seed=7)
 @example(sizes=[100], threads=1000, seed=7)  # more threads than the maximum of 64
 @settings(max_examples=60, deadline=None)
@@ -185,7 +185,7 @@ def test_native_copy_with_non_contiguous_rows_raises():
 
 # ---- native code against numpy ----
 
-# The offsets are small, so that entries often touch or overlap.
+# Source offset, target offset and size of each entry. The offsets are small, so that entries often touch or overlap.
 entries_close_together = st.lists(
     st.tuples(st.integers(0, 40), st.integers(0, 40), st.sampled_from([1, 4, 4, 4, 9])), min_size=1, max_size=20
 )
@@ -214,8 +214,8 @@ def test_native_scan_of_touching_entries_matches_numpy(rows, ascending, scopes):
     unit=st.sampled_from([1, 2, 4, 8, 16, 32, 4096, 1 << 14, 1 << 20]),
     sizes=st.one_of(st.integers(1, 1 << 20), st.lists(st.integers(1, 2), min_size=16, max_size=16)),
 )
-@example(places=[(1, 1), (1 << 20, 1)], unit=1 << 16, sizes=16)  # the largest offset is just below 2^32 * 16
-@example(places=[(1, 1), ((1 << 20) + 1, 1)], unit=1 << 16, sizes=16)  # the offset 2^32 * 16 does not fit
+@example(places=[(1, 1), (1 << 20, 1)], unit=1 << 16, sizes=16)  # the second source offset is just below 2^32 * 16
+@example(places=[(1, 1), ((1 << 20) + 1, 1)], unit=1 << 16, sizes=16)  # the offset is 2^32 * 16 and does not fit
 def test_native_fill_rows_matches_numpy(places, unit, sizes):
     capacity = 20
     counts = np.full(len(places), sizes) if isinstance(sizes, int) else np.array(sizes[: len(places)])

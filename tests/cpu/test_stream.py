@@ -210,7 +210,7 @@ def test_stream_wait_ignores_later_recordings_of_the_event():
         second.wait(event)
         with held_back(first):
             first.record(event)
-            second.synchronize()  # waits only for the first recording, which precedes the gate
+            second.synchronize()  # waits only for the first recording, which is not held back
             assert not event.query()
 
 
@@ -471,7 +471,7 @@ class Place:
     completed: frozenset[int] = frozenset()
     """Tasks that must have run before this position is reached."""
     gates: frozenset[int] = frozenset()
-    """Gates that must be open before this position is reached."""
+    """Gates that must be open before this position is reached. A gate is a task that waits for the test."""
     error: Exception | None = None
 
     def after(self, other: Place) -> Place:

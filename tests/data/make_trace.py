@@ -3,8 +3,8 @@
 PYTHONPATH=tests python tests/data/make_trace.py
 
 The trace is generated from SPEC. Its hit-rate curve is similar to the curve of the Mooncake conversation trace
-(https://github.com/kvcache-ai/Mooncake, FAST25-release/traces). Both traces have long prompts and few turns. With small
-caches, LRU has far fewer hits than the optimum. A test checks that SPEC still generates the committed file.
+(https://github.com/kvcache-ai/Mooncake, FAST25-release/traces). Both traces have long prompts and few turns. On both
+traces, a small LRU cache has far fewer hits than an optimal cache. A test checks that SPEC still generates the trace.
 
 The simple caches in this file share no code with kvtier. If KVTIER_TRACE is the path of the conversation trace, the
 tests use that trace too.

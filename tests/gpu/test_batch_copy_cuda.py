@@ -81,8 +81,9 @@ def test_dependent_pieces_in_one_gpu_buffer_run_in_order(path, seed):
     assert np.array_equal(contents(buffer), expected)
 
 
-# There are two gather kernels. One launch of the small kernel copies up to 507 pieces of equal size, or 170 pieces of
-# different sizes. One launch of the large kernel copies up to 4,090 pieces of equal size, or 1,364 of different sizes.
+# Maximum number of pieces per launch:   small gather kernel   large gather kernel
+#     pieces of equal size                               507                 4,090
+#     pieces of different sizes                          170                 1,364
 @pytest.mark.parametrize("count", [1, 168, 171, 507, 508, 1365, 4090, 4091, 9000])
 @pytest.mark.parametrize("uniform", [True, False])
 def test_gather_kernel_accepts_any_number_of_pieces(count, uniform):

@@ -85,7 +85,7 @@ class ForeignMachine(RuleBasedStateMachine):
     def begin(self, num_blocks, num_host, max_saving, write, wait, is_shared, num_ranks, seed, share):
         namespace = Namespace("model", block_tokens=BLOCK)
         self.num_ranks, self.now, self.faults = num_ranks, 0.0, random.Random(seed)
-        self.share = share / 2  # copies fail half as often as calls of a store
+        self.share = share / 2  # copies fail half as often as calls to a store
         self.views, self.controllers = [], []
         for rank in range(num_ranks):
             memory = torch.full((LAYERS, num_blocks, 1, BLOCK, DIM), torch.nan)
@@ -254,7 +254,7 @@ class ForeignMachine(RuleBasedStateMachine):
                 self.references[block] += 1
 
     def compute(self, request: Running) -> None:
-        """Check the KV of earlier tokens and write a chunk. After the last chunk, sample a token or end the request."""
+        """Check the earlier KV and write a chunk of KV. After the last chunk, sample a token or end the request."""
         tokens, stop = request.chain.tokens.tobytes(), request.num_computed + self.chunk(request)
         for rank, memory in enumerate(self.views):
             for position in range(stop):

@@ -34,9 +34,9 @@ HOST = [4, 0, 5, 2, 3]
 
 @st.composite
 def layouts(draw):
-    """Draw a layout whose group "main" has 4 or 8 KV heads.
+    """Draw a layout with a group "main" and, optionally, a draft group and an MLA group.
 
-    Scales, an indexer, a layer with 4 KV heads, a draft group and an MLA group are optional.
+    Each layer of "main" has 4 or 8 KV heads. Scales and an indexer are optional.
     """
     tokens, heads = draw(st.sampled_from([1, 2, 16])), draw(st.sampled_from([4, 8]))
     element = draw(st.sampled_from([dt.u8, dt.bf16, dt.f32, dt.fp8_e4m3, dt.u4]))

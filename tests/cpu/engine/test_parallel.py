@@ -207,7 +207,7 @@ def test_have_succeeded_is_false_after_load_failed_on_one_rank():
     assert not transfers.have_succeeded()
     settle(ranks=(0,))
     assert not transfers.have_succeeded()
-    # Both ranks have reported, so the load is no longer in flight. `begin_step` removes its id from `tiers.failed`.
+    # Both ranks have reported, so the load is no longer in flight. `begin_step` removes the load from `tiers.failed`.
     assert tiers.begin_step(manager.plan(), loads).have_succeeded()
     manager.abort(hold)
     manager.check()
@@ -315,7 +315,7 @@ def test_two_ranks_with_two_phases_answer_like_one_rank(requests, expected, tmp_
         for _ in range(8):
             engine.step()
         assert engine.scheduler._steps
-        assert all(stats.num_objects >= 0 for stats in engine._ranks.stats("disk"))  # during a step in flight
+        assert all(stats.num_objects >= 0 for stats in engine._ranks.stats("disk"))  # works while a step is in flight
         assert engine.abort(name)
         assert_equal(answers_of(engine, requests), expected)
     finally:
@@ -514,7 +514,7 @@ def test_engine_init_failure_leaves_no_process_or_thread(num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_close_without_prefix_caching_closes_open_stores(tmp_path, num_ranks):
-    """An engine without prefix caching uses no stores. It closes open stores, and opens no store from a URL."""
+    """An engine without prefix caching does not open stores from URLs. `close` closes stores passed as objects."""
     store = DiskStore(tmp_path / "open", 1 << 20, segment_bytes=1 << 18, min_free_bytes=0)
     cache = CacheConfig(8, prefix_caching=False, host=HostConfig(8), stores=(StoreConfig("a"), StoreConfig("b")))
     stores = {"a": store, "b": f"disk:{tmp_path}/unopened?bytes=1MiB&free=0"}

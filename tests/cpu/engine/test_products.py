@@ -25,7 +25,7 @@ from kvtier.errors import ArgumentError, UnavailableError
 KINDS = ("Q4_0", "Q4_1", "Q8_0", "BF16")
 AVX512 = ("AVX512F", "AVX512BW", "AVX512VNNI")
 MOST = 127 * 128
-"""An integer product rounds each input to k * scale. The integer k is in -MOST .. MOST.
+"""A product in integer arithmetic rounds each input to k * scale. The integer k is in -MOST .. MOST.
 
 Each block of 32 columns has its own scale.
 """
@@ -358,7 +358,7 @@ def test_chunk_attention_does_not_depend_on_the_chunks(code, threads):
 
 @pytest.mark.skipif(gcc_version() < (9,), reason="needs gcc 9")
 def test_chunk_attention_ignores_fma_default_of_compiler(monkeypatch, tmp_path):
-    """For some processors, gcc 13 avoids fused multiply-add in loops with a single sum. So does the CC of this test."""
+    """For some processors, gcc 13 avoids fused multiply-add in loops with a single sum. Here, gcc always avoids it."""
     monkeypatch.setenv("CC", "gcc --param=avoid-fma-max-bits=512")
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
     check_chunks(native.__wrapped__().code)

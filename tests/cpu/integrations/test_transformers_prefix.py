@@ -203,7 +203,7 @@ def test_forward_of_repeated_prefix_is_refused():
 def test_forward_of_assisted_decoding_after_hit_is_refused():
     """transformers 5.23 sends the whole prompt to a filled cache if prompt_lookup_num_tokens is set.
 
-    Without a hit, the answer is correct.
+    If the cache is empty, the answer is correct.
     """
     model, ids = shared_model("llama"), prompt(6).repeat(1, 5)
     with open_prefix(model) as prefix:
@@ -212,7 +212,7 @@ def test_forward_of_assisted_decoding_after_hit_is_refused():
         assert torch.equal(model.generate(ids, past_key_values=prefix.begin(ids), **options), expected)
         turn = torch.cat((expected, prompt(4, 9)), dim=1)
         cache = prefix.begin(turn)
-        assert cache.hit_tokens[0] >= 44  # tokens that were proposed, removed and computed again are saved correctly
+        assert cache.hit_tokens[0] >= 44  # the saved blocks do not contain rejected proposals
         assert torch.equal(
             greedy(model, {"input_ids": turn}, past_key_values=cache), greedy(model, {"input_ids": turn})
         )
@@ -411,7 +411,7 @@ def test_begin_with_damaged_blocks_has_a_shorter_hit(tmp_path):
 
 
 def test_prefix_cache_stays_within_memory_limits(tmp_path):
-    """Run 300 prompts of 7 blocks with 64 host blocks. In the last 200, the process must grow by less than 16 MiB."""
+    """Run 300 prompts of 7 blocks with 64 host blocks. After 100 prompts, the process must grow by less than 16 MiB."""
     model = shared_model("llama")
     process = psutil.Process()
     with open_prefix(model, disk(tmp_path), host_bytes=64 * SLOT_BYTES) as prefix:

@@ -19,7 +19,7 @@ from kvtier.worker.sharding import Sharding
 from vllm_views import LAYOUTS, NUM_DEVICE_BLOCKS, NUM_HOST_SLOTS, cache_views, recorded_steps
 
 SIZES = {"L": 3, "B": NUM_DEVICE_BLOCKS, "H": 2, "N": 32, "C": 16}
-"""L layers, B blocks, H heads, N tokens of a block, C elements of K and V per token and head."""
+"""L: layers. B: blocks. H: heads. N: tokens per block. C: elements per token and head, of K and V together."""
 SLEEP_CYCLES = 100_000_000  # about 50 ms
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -73,7 +73,7 @@ def block_bytes(views: dict[str, torch.Tensor], block: int) -> bytes:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", [*LAYOUTS, "MLA"])
 def test_worker_recorded_steps_are_bit_exact(layout, device):
-    """Compare every loaded block with the content of the block when it was saved."""
+    """Compare every loaded block with the content that was saved to its host slot."""
     is_mla = layout == "MLA"
     sizes = {**SIZES, "H": 1, "C": 72} if is_mla else SIZES
     dtype = torch.bfloat16 if is_mla else torch.float32

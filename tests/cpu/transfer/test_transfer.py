@@ -265,7 +265,7 @@ def test_urgent_load_overtakes_bulk_transfers():
     gate = threading.Event()
 
     def mover(path, job, pieces):
-        if pieces.table.shape[1] == 1:  # slices of bulk transfers are single blocks here
+        if pieces.table.shape[1] == 1:  # a slice of a bulk transfer, which has one block here
             gate.wait(60)
         return run_path(path, job, pieces)
 
@@ -496,7 +496,7 @@ def test_queued_save_completes_after_host_memory_free():
     expected = device_bytes(SMALL, views)[:8]
     with manager:
         save = manager.save(range(8), range(8))
-        wait_for_slices(save, 2)  # the other six slices are queued and have no tables yet
+        wait_for_slices(save, 2)  # the other six slices are queued, and their copy tables are not built yet
         freed = threading.Thread(target=host.free)
         freed.start()
         with host._changed:

@@ -130,7 +130,7 @@ def test_prefetch_reads_missing_blocks_from_next_store():
 
 
 def test_prefetch_of_blocks_in_memory_is_retried_after_eviction():
-    """A waiting request has no lease on blocks in memory. If the blocks are evicted, the request fetches them."""
+    """A waiting request has no lease on blocks in memory. If these blocks are evicted, a retry fetches the blocks."""
     lab = Lab(20, stores=[disk()])
     lab.serve(prompt(1, 6))
     waiting = lab.fetched(prompt(1, 6))
