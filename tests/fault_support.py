@@ -200,7 +200,7 @@ def victim(stage, number):
     if stage in ("forbid", "forbid everything", "accept", "detokenize"):
         options["constraint"] = lambda: BrokenConstraint(stage, age)
     if stage == "penalties":
-        options["penalties"] = BrokenPenalties(options["n"] + age)  # each sequence reads `presence` when it starts
+        options["penalties"] = BrokenPenalties(options["n"] + age)  # the start of each sequence reads `presence` once
     if stage == "stop":
         options["stop"] = (BrokenStop("never found"),)
     if stage == "nan with logprobs":

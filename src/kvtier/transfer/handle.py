@@ -132,9 +132,9 @@ class TransferHandle:
         return report
 
     def settle(self, timeout: float | None = None) -> TransferReport:
-        """Wait for the report, which the manager's poll() returns again.
+        """Wait for the report, and leave it in the manager for poll().
 
-        After `wait`, in contrast, the manager's next submit() drops the report.
+        In contrast, a report that `wait` has returned is dropped by the manager's next submit().
         """
         limit = float("inf") if timeout is None else time.monotonic() + timeout
         step = 0

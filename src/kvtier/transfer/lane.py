@@ -3,7 +3,7 @@
 A transfer consists of slices (blocks that are submitted together). Urgent transfers have a separate stream and do not
 wait for bulk transfers. While an urgent transfer is in flight, no bulk slice is submitted. At most max_urgent_bytes of
 urgent copies and max_in_flight_bytes of bulk copies are in flight. An urgent transfer or a single slice may exceed its
-limit, if no other copy of its kind (urgent or bulk) is in flight.
+limit if no other copy of its kind (urgent or bulk) is in flight.
 
 If these rules allow a whole transfer now, and no queued transfer must go first, `submit` submits all slices at once.
 Otherwise, the whole transfer is queued, and the lane's own thread submits the slices one by one:
