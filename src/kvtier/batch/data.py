@@ -33,9 +33,9 @@ class BatchOp(Enum):
 
     ADD and REMOVE run once per request. The six ops between them run once per step, for the whole batch.
 
-    Data flow: the session is the request as submitted, the request cache is the modules' host data of one request, and
-    the batch is host data of one step. `device` is device memory for the inputs and results of one step. The stepping
-    state is device memory that is kept between steps. Parentheses mark copies that an op only enqueues.
+    Data flow: the session is the request as submitted. The request cache is host data of one request in the modules.
+    The batch is host data of one step, and `device` is device memory for the inputs and results of one step. The
+    stepping state is device memory that is kept between steps. Copies in parentheses are enqueued and run later.
     """
 
     ADD = "add"
@@ -49,7 +49,7 @@ class BatchOp(Enum):
 
     @property
     def side(self) -> Side:
-        """The side of the pipeline that runs the op. An executor without a thread runs ops on the engine's thread."""
+        """The side of the pipeline that runs the op. Both sides run on the engine's thread if the executor has none."""
         return "executor" if self in (BatchOp.PREPARE, BatchOp.FORWARD, BatchOp.UNPREP) else "engine"
 
     @property
@@ -165,7 +165,7 @@ class BatchData:
         self.next_op = BatchOp.SETUP
 
     def environment(self, op: BatchOp) -> Environment:
-        """Return the environment for an op. SETUP, PREPARE and FETCH begin a new one. The ops after them share it."""
+        """Return an op's environment: a new one for SETUP, PREPARE and FETCH, otherwise that of the previous op."""
         if op in (BatchOp.SETUP, BatchOp.PREPARE, BatchOp.FETCH):
             self._environment = Environment()
             self._environment.produce(BATCH, self)
@@ -188,7 +188,7 @@ class BatchData:
     def abandon(self) -> None:
         """Free the slot, even before the last op, and drop references to tensors.
 
-        The batch and its environment refer to each other, which would keep the tensors until a garbage collection.
+        Otherwise the reference cycle of batch and environment would keep the tensors until a garbage collection.
         """
         self.next_op, self.work, self._environment = None, None, Environment()
 
@@ -202,8 +202,8 @@ COPY = Key("copy", BatchCopy)
 class Module:
     """Base class with one method per BatchOp. By default, a method does nothing.
 
-    `reads` lists the entries of the environment that a module uses, and `writes` those that it produces. A new pipeline
-    checks both with `check_modules`.
+    `reads` contains the keys that a module reads from its environment, and `writes` the keys that it produces. A new
+    pipeline calls `check_modules` to check both sets.
     """
 
     reads: ClassVar[frozenset[Key[Any]]] = frozenset()
@@ -216,7 +216,7 @@ class Module:
         """Enqueue copies of the step's inputs from host to device."""
 
     def prepare(self, env: Environment) -> None:
-        """Enqueue device-to-device copies that reorder the per-sequence state for this batch."""
+        """Enqueue device-to-device copies that put the rows of the state into the order of this batch."""
 
     def forward(self, env: Environment) -> None:
         """Run the model or sampler on the device."""

@@ -1,4 +1,4 @@
-"""Pipeline: runs the modules of each batch, with up to `phases` batches in flight."""
+"""Pipeline: runs batches through its modules, with up to `phases` batches in flight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvtier.state import Permutation
 class TicketStatus(Enum):
     """State of a request in the pipeline. FINISHED, CANCELLED and FAILED are final.
 
-    The pipeline does not record whether a request waits for its next batch. The caller records this.
+    The caller, not the pipeline, records whether a request waits for its next batch.
     """
 
     RUNNING = "running"
@@ -59,7 +59,7 @@ class Ticket:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of batches in flight that contain this request. Computed on demand, because a counter costs more."""
+        """Number of batches in flight that contain this request. Computed on demand; a counter would take more time."""
         return sum(self in rows for rows in self._in_flight)
 
     @property
@@ -94,10 +94,9 @@ class Ticket:
 class RowOrder:
     """The rows of a batch. Consecutive batches with the same rows in the same order share one RowOrder.
 
-    The rows of generating requests come first, and all other rows follow. Within each of these two groups, the rows of
-    the previous batch are first and keep their order. The rows of resumed requests follow: these requests ran in an
-    earlier batch, but not in the previous one. The rows of requests that have never run are last. In the permutation,
-    all rows that were not in the previous batch are new.
+    The rows of generating requests come first, and all other rows follow. Each of these two groups has three parts: the
+    rows of the previous batch in their old order, then requests that ran before but not in the previous batch, then
+    requests that have never run. The permutation marks all rows except those of the previous batch as new.
     """
 
     __slots__ = ("row_of", "stay", "tickets")
@@ -135,7 +134,7 @@ class Pipeline:
 
     Call all methods on the engine thread. The requests of a BatchData are Tickets. An error in an op of a batch fails
     only the requests of this batch. After an error in a device op, the order of rows on the device is unknown. Later
-    batches in flight are then skipped, or their results are discarded. All rows of the batch after them are new.
+    batches in flight are then skipped, or their results are discarded. In the first batch after them, all rows are new.
     """
 
     def __init__(
@@ -147,9 +146,9 @@ class Pipeline:
         executor: Callable[[Work], Executor] = Executor,
         timeline: Timeline | None = None,
     ) -> None:
-        """With the default `executor`, copies and tasks that an op enqueues on the CPU run on streams, as on a GPU.
+        """On the CPU with the default `executor`, the copies and tasks of an op run on streams, as on a GPU.
 
-        With another `executor`, they run immediately, in the thread of the op.
+        On the CPU with another `executor`, they run immediately, in the thread of the op.
         """
         if phases < 1:
             raise ArgumentError(f"a pipeline needs at least one phase, got {phases}")
@@ -370,7 +369,7 @@ class Pipeline:
             raise error
 
     def _give_up(self, batch: BatchData, side: Side) -> None:
-        """Free the slot of a batch after an error. If the error occurred in this batch, fail its requests with it."""
+        """Free the slot of a batch after an error. If the error occurred in this batch, fail the requests."""
         self._streams.settle(side)
         batch.abandon()
         self._free.append(batch)

@@ -51,8 +51,8 @@ class CacheAdmin:
     def demote(self, chain: Chain) -> int:
         """Free the device slots of a prompt's blocks and, if the whole prompt is cached, of all its continuations.
 
-        A tree node keeps its slots if it is leased, if the host has no readable copy of one of its blocks, or if a node
-        below it still has device slots. Return the number of freed slots.
+        A tree node (a run of blocks) keeps its slots if it is leased, if one of its blocks is not readable on the
+        host, or if one of its descendants still has device slots. Return the number of freed slots.
         """
         tree = self._manager.tree
         return tree.demote(tree.tiers[0], chain)
@@ -64,8 +64,8 @@ class CacheAdmin:
                     └─ other prompts                     kept
 
         The blocks that this prompt shares with another prompt in memory are kept, if the other prompt branches off
-        before the end of this prompt. A store drops only descendants whose keys are in memory. Other descendants cannot
-        match until this prompt is computed again.
+        before the end of this prompt. A store keeps descendants whose keys are not in memory. They cannot match until
+        this prompt is computed again.
         """
         manager = self._manager
         node, num_blocks = self._find_end(chain)
@@ -100,7 +100,7 @@ class CacheAdmin:
         manager.tree.vacate(self.tier(tier), first_slot, detached)
 
     def resize(self, tier: str, num_blocks: int) -> None:
-        """Change the number of slots in a tier. `vacate` drops the blocks in removed slots."""
+        """Change the number of slots in a tier. Drop the blocks in removed slots."""
         if num_blocks < 1:
             raise RangeError(f"a tier needs at least one block, got {num_blocks} for {tier}")
         self.vacate(tier, num_blocks)
@@ -124,9 +124,9 @@ class CacheAdmin:
 
 
 def _first_unshared(node: Node) -> int:
-    """Count the leading blocks of a node's path that other paths share.
+    """Count the leading blocks of a node's path that other paths share: the blocks above the lowest branching point.
 
-    These are the blocks above the lowest branch. A branch at the end of the node or below it does not count.
+    A branching point at the end of the node, or below the node, does not count.
     """
     while node.parent is not None and node.parent.parent is not None and len(node.parent.children) == 1:
         node = node.parent

@@ -14,7 +14,7 @@ from kvtier.messages import I32
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Instruction to copy the first `num_tokens` tokens of one device block to another device block before a step."""
+    """Instruction to copy a device block before a step. The step uses the first `num_tokens` tokens of the copy."""
 
     source: int
     target: int
@@ -51,14 +51,14 @@ class CacheStats:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Allocation:
-    """KV blocks of one request: matched blocks and slots for new blocks. Other packages change only `tokens_from`."""
+    """KV blocks of one request: matched blocks and slots for new blocks. Other packages may set only `tokens_from`."""
 
     lease: Lease
     is_loading: bool = field(init=False, default=False)
     """True while the allocation waits for loads. `allocate` sets it, and CacheManager.is_ready clears it."""
     loads: tuple[int, ...] = field(init=False, default=())
-    """Ids of the loads in flight, if these loads bring all missing blocks. Empty if loads of another allocation bring
-    some of the missing blocks, because a step then cannot wait layer by layer."""
+    """Ids of the loads in flight that a step can wait for layer by layer. Empty if a load of another
+    allocation transfers some of the missing blocks."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
     """Tier name -> number of cached tokens that were found in the tier."""
     num_cached_tokens: int = field(init=False)

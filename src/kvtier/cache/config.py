@@ -22,8 +22,8 @@ class CacheConfig:
     stores: tuple[StoreConfig, ...] = ()
     """Tiers below the host, from the nearest to the farthest."""
     partial_scan: int = 8
-    """A match ends at the first uncached block of a prompt. Up to this number of cached blocks are compared with the
-    uncached block. The KV of the longest common prefix is copied instead of computed."""
+    """A match ends at the first uncached block of a prompt. This block is compared with at most `partial_scan` cached
+    blocks that follow the same prefix. The KV of the matching leading tokens is copied instead of computed."""
     free_share: float = 0.0
     """Share of the device blocks to keep free by evicting blocks in advance. Leased blocks are not evicted."""
     always_load: bool = False
@@ -111,11 +111,11 @@ class HostConfig:
     """Share of the host blocks to keep free by evicting blocks in advance. Leased blocks are not evicted."""
     exclusive: bool = True
     """If True, the host first evicts blocks that are also on the device. They are saved again when the device is about
-    to evict them. If False, or if another engine owns the device blocks, the host ignores what the device has."""
+    to evict them. If False, or if another engine owns the device blocks, the device does not affect host evictions."""
     ahead_share: float = 1 / 12
     """Number of blocks that an exclusive host tier saves before the device evicts them, as a share of the device
     blocks. The number is at most a quarter of the host blocks. With a low share, the device evicts some blocks before
-    they are saved. With a high share, the copies take the slots of other blocks."""
+    they are saved. With a high share, the copies evict other blocks from the host."""
 
     def __post_init__(self) -> None:
         if self.num_blocks < 1:
@@ -147,7 +147,7 @@ class StoreConfig:
     wait_seconds: float = 5.0
     is_shared: bool = False
     """True if other processes write to the store. In this case, each request looks up the blocks that memory lacks.
-    Otherwise the keys in the store are listed once, and later writes are recorded."""
+    Otherwise the keys in the store are listed once at the start, and later writes are recorded."""
     max_fetching_blocks: int = 1024
     """Maximum number of blocks in flight from the store. A larger fetch starts when no other fetch is in flight."""
     max_known: int = 1 << 22

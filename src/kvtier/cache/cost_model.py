@@ -190,7 +190,7 @@ class CostModel:
         """Decide whether to load or to compute tokens [first, first + num_tokens) of a request.
 
         `num_blocks` counts the blocks to load on each link, including blocks that are already queued there. Set `again`
-        if the same request was decided before. The request then does not count as a refused load again.
+        for a second decision on the same request, so that its refused load is not counted twice.
         """
         times = [self.transfer_seconds(link, count) for link, count in num_blocks.items() if count]
         load = sum(time for time in times if time is not None) if None not in times else None
