@@ -80,14 +80,13 @@ class ForeignDevice:
     ) -> dict[int, I32]:
         """Plan saves of the blocks in [0, stop) that the host lacks, as many as `max_saving` and the host slots allow.
 
-        `table` contains the device block of each block of the chain. The engine has dropped the first `num_dropped`
-        device blocks, because they are outside a sliding window. If the host lacks one of these blocks, nothing more is
-        saved for this request.
+        `table` contains a device block number for each block of the chain. The engine has dropped the first
+        `num_dropped` device blocks, because they are outside a sliding window. If the host lacks one of the dropped
+        blocks, nothing more is saved for this request.
 
-        Update `point`. Return a dict from transfer id to the device blocks that the transfer reads. Later calls for a
-        point continue after its first `num_blocks` blocks. If the host has lost some of these blocks since the previous
-        call, nothing more is saved for this request. Such a host is usually too small for the running requests, and
-        would evict new copies too.
+        Update `point`. Return a dict from transfer id to the device blocks that the transfer reads. A later call with
+        the same point continues after the first `point.num_blocks` blocks. If the host has lost some of them since
+        the previous call, nothing more is saved for this request, because the host would probably evict new copies too.
         """
         room = self._max_saving - self._transfers.num_blocks(Route.DEVICE_TO_HOST)
         if room <= 0 or point.is_over:
@@ -117,7 +116,7 @@ class ForeignDevice:
         return 1 in block_states(lease, self._host, 0, num_blocks).translate(IS_ABSENT)
 
     def _repair(self, lease: Lease, table: Sequence[int], room: int) -> tuple[dict[int, I32], int]:
-        """Start copies of the leased blocks that are absent on the host, as far as `room` and the host slots allow.
+        """Start copies of at most `room` leased blocks that are absent on the host, or as many as get host slots.
 
         Return the transfers, and the number of leading blocks that are now on the host or in flight to the host.
         """
@@ -136,9 +135,9 @@ class ForeignDevice:
     def _append(
         self, lease: Lease, table: Sequence[int], stop: int, room: int, now: float, point: SavePoint
     ) -> dict[int, I32]:
-        """Save the blocks from the end of the leased path to `stop`, as far as slots and `room` allow. Update `point`.
+        """Save at most `room` blocks between the end of the leased path and `stop`, or as many as get host slots.
 
-        If no copy starts, release the lease.
+        Update `point`. If no copy starts, release the lease.
         """
         first, started = lease.num_blocks, {}
         slots = None

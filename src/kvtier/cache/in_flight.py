@@ -3,8 +3,8 @@
     start ──> blocks are READING in the source and WRITING in the target ──(results of all ranks)──> READY or removed
 
 Each transfer holds a lease until the transfer ends. The lease keeps the source and target slots from being evicted or
-reused, even if the request ends or the cache is reset. A reset removes the blocks from the tree. When a transfer that
-began before a reset ends, its target slots are freed, and its blocks do not become readable.
+reused, even if the request ends or the cache is reset. A reset removes all blocks from the tree. Transfers in flight
+continue, but their blocks do not become readable. Their target slots are freed when the transfers end.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class PendingTransfer:
     lease: Lease
     first: int
     source: Tier | None  # None for a store, or for the device of another engine
-    target: Tier | None  # likewise
-    epoch: int
+    target: Tier | None  # None for a store, or for the device of another engine
+    epoch: int  # TransferTracker.epoch at the start of the transfer
     waiting_for: set[int]
     """Ranks that have not reported a result."""
     arrived: Mask
@@ -122,10 +122,10 @@ class TransferTracker:
         target: Slots | str,
         keys: bytes = b"",
     ) -> int:
-        """Plan a transfer of a path's blocks from block `first` on. Return the transfer's id.
+        """Plan a transfer of consecutive blocks on a lease's path, starting at block `first`. Return the transfer id.
 
-        `source` is a tier, slots of a device that another engine owns (cache/foreign.py), or the name of a store.
-        `target` is slots of a tier, slots of such a device, or the name of a store. In a target tier, the blocks must
+        `source` is a tier, the name of a store, or slots on the device of another engine (cache/foreign.py). `target`
+        is the name of a store, or slots in a tier or on the device of another engine. In a target tier, the blocks must
         already be WRITING (see `begin_write` and `graft`). The transfer becomes the owner of the lease.
         """
         target_name, target_slots = _endpoint(target)

@@ -95,7 +95,7 @@ class CacheManager:
         self.decisions = {"load": 0, "recompute": 0}
         """Number of requests by decision: to load blocks from lower tiers, or to recompute these blocks."""
         self.num_damaged = 0
-        """Number of host blocks that were removed because the scrubber found them corrupt."""
+        """Number of host blocks that were removed because a background check found them corrupt."""
         self.stores = {each.name: StoreIndex(self.tree, tiers[-1], each, self.transfers, listener) for each in stores}
         self.foreign: ForeignDevice | None = None
         """Loads and saves device blocks if another engine owns these blocks."""
@@ -153,7 +153,7 @@ class CacheManager:
         return self._prefetcher.is_over(prefetch, now)
 
     def retry_prefetch(self, prefetch: Prefetch, allocation: Allocation, *, now: float = 0.0) -> bool:
-        """Fetch blocks once more if they were evicted or had no room. Return True if the request must wait."""
+        """Fetch blocks again that were evicted or found no room. Return True if the request must wait."""
         return self._prefetcher.retry(prefetch, allocation.lease.num_matched, now, allocation.lease.retention)
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
@@ -191,8 +191,8 @@ class CacheManager:
     def allocate(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
         """Reserve device slots for the first `num_tokens` tokens, evicting blocks if necessary, or return a Shortage.
 
-        Start to load the matched blocks that the device lacks. If there are too few slots and no copy was planned yet,
-        release `allocation.source` and try once more. Then no block is copied, and `num_cached_tokens` is lower.
+        Start to load the matched blocks that the device lacks. If there are too few slots while `allocation.copy` is
+        None, release `allocation.source` and try once more. No block is then copied, and `num_cached_tokens` is lower.
         """
         self._must_be_open(allocation)
         if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):
@@ -409,7 +409,7 @@ class CacheManager:
         return _most_tokens(chain, max_tokens) // self.namespace.block_tokens
 
     def _device_states(self, lease: Lease) -> bytes:
-        """Return the device state of each matched block. With one tier, all are readable, and the result is empty."""
+        """Return the device state of each matched block. With one tier, return b"", because all blocks are readable."""
         if len(self.tree.tiers) == 1 or not lease.num_matched:
             return b""
         return block_states(lease, self._device, 0, lease.num_matched)
@@ -486,14 +486,14 @@ class CacheManager:
     # ---- ends ------------------------------------------------------------------------------------------------------
 
     def _on_transfer_done(self, done: PendingTransfer) -> None:
-        """Handle a completed transfer. Offer saved blocks to the stores. Record times of complete loads and fetches."""
+        """Handle a completed transfer. Offer saved blocks to the stores, and record the times of loads and fetches."""
         route, transfer = done.transfer.route, done.transfer
-        if route is Route.DEVICE_TO_HOST:  # stores do not need blocks of a chain without tokens (HostWriter._chain_of)
+        if route is Route.DEVICE_TO_HOST:  # a chain without tokens is not offered, see HostWriter._chain_of
             for queue in self._store_queues if 1 in done.arrived and done.lease.chain.num_tokens else ():
                 queue.on_blocks_ready(done.lease, done.first, done.stop, queue=True)
         elif route is Route.HOST_TO_STORE:
             self.stores[transfer.target].on_transfer_done(done)
-        elif 0 not in done.arrived:  # a load or a fetch without failed blocks; the cost model predicts only these
+        elif 0 not in done.arrived:  # a load or a fetch without failed blocks
             self.cost_model.observe_transfer((route, transfer.store), done.count, done.seconds)
         if route is Route.STORE_TO_HOST:
             self._prefetcher.on_transfer_done(done)

@@ -148,7 +148,7 @@ class Prefetcher:
         prefetch.is_over = prefetch.is_over or not prefetch.waiting_for
 
     def _begin(self, prefetch: Prefetch, lease: Lease, now: float) -> None:
-        """If all probes are answered, start the transfers, leave the prefetch waiting, or mark it as over."""
+        """Once all probes are answered, start the transfers, keep waiting, or mark the prefetch as over."""
         if prefetch.waiting_for:
             return
         first = lease.num_blocks
@@ -158,8 +158,8 @@ class Prefetcher:
         )
         if node is not None:
             # If another transfer is writing the next block, wait for that transfer. Otherwise the block is unusable: it
-            # has expired, or no memory tier has it and only a lease keeps its node. Then nothing is fetched, even if a
-            # store has the block, and the request computes the block.
+            # has expired, or no memory tier has it and only a lease keeps its node. The request then computes the
+            # block, even if a store has it.
             prefetch.is_over = not any(held is not None and held.states[0] == WRITING for held in node.held)
         else:
             self._begin_transfers(prefetch, lease, now)
@@ -188,8 +188,8 @@ class Prefetcher:
     def _reserve(self, prefetch: Prefetch, num_blocks: int) -> Slots | None:
         """Reserve host slots for `num_blocks` blocks, or for as many blocks as fit.
 
-        Return None if not all blocks fit and other prefetches hold host blocks. These prefetches release their blocks
-        when their requests start. A retry then waits for slots. A first attempt ends, and can be retried.
+        Return None if not all blocks fit while other prefetches hold host blocks. The other prefetches will release
+        their blocks when their requests start. After None, a retry waits for slots, and a first attempt ends.
         """
         slots = self._tree.reserve(self._host, num_blocks, prefetch.chain.salt)
         if isinstance(slots, Slots):
@@ -257,7 +257,7 @@ class Prefetcher:
 
 
 def origins(prefetch: Prefetch | None, num_blocks: int, block_tokens: int) -> dict[str, int]:
-    """Return the number of tokens in `num_blocks` blocks by store. Blocks that no store delivered count as "host"."""
+    """Return how many tokens of `num_blocks` blocks came from each store. All other tokens count as "host"."""
     origins: dict[str, int] = {}
     for store, count in prefetch.num_fetched.items() if prefetch is not None else ():
         origins[store] = min(count, num_blocks) * block_tokens

@@ -6,8 +6,8 @@ StoreIndex       records the keys in a store and starts transfers from the host 
 
 Device eviction never waits for a copy. If no lower tier has an evicted block, the block is lost. A host copy stays
 after a load, so that the next eviction from the device needs no new copy. An exclusive host tier that needs slots,
-however, first evicts copies of blocks that are also on the device. A store keeps blocks by key, outside the tree, and
-evicts blocks without notice. Therefore recorded keys may be out of date, and a read that finds nothing is a miss.
+however, first evicts copies of blocks that are also on the device. A store evicts blocks without notice. The recorded
+keys may therefore be out of date, and a read that finds nothing is a miss.
 """
 
 from __future__ import annotations
@@ -44,9 +44,8 @@ class WritebackJob:
 class WritebackQueue:
     """A queue of jobs for one target. It applies the write policy and the limits on copies.
 
-    `above` is the pool of the tier to copy from. Beyond `max_jobs`, the oldest jobs are dropped. The manager sets
-    `max_jobs` to at least the number of slots in memory. The blocks of a dropped job have then usually been evicted,
-    because each of the newer jobs has at least one block.
+    `above` is the pool of the tier to copy from. If there are more than `max_jobs` jobs, the oldest jobs are dropped.
+    Their blocks have usually been evicted, because `max_jobs` is at least the number of slots in memory.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class WritebackQueue:
             self._tree.release(lease, used=False)
 
     def save_next_victims(self, num_spare: int) -> None:
-        """Copy blocks that an exclusive host tier lacks and that the device is about to evict."""
+        """Copy blocks that an exclusive host tier lacks and the device will evict soon (see HostWriter.look_ahead)."""
         if isinstance(self._target, HostWriter) and self._target.look_ahead(num_spare):
             min_uses = self._config.min_uses if self._config.write is WritePolicy.SELECTIVE else 0
             started = self._target.save_next_victims(self._room(), min_uses)
@@ -137,10 +136,11 @@ class WritebackQueue:
 class HostWriter:
     """Starts copies from the device to the host.
 
-    In an inclusive host tier, a copy may take the slot of any evictable host block. An exclusive host tier has an
-    `ahead_share` above 0. There, a copy of a block that is still on the device is worth less than a block that only the
-    host has. Unless `is_early` is set, an exclusive tier therefore receives early copies only while it has free slots.
-    All other blocks are copied when the device is about to evict them.
+    If `ahead_share` is 0, the host tier is inclusive, and a copy may take the slot of any evictable host block.
+
+    Otherwise the host tier is exclusive. Unless `is_early` is set, it receives early copies only while it has free
+    slots, because a copy of a device block is worth less than a block that only the host has. All other blocks are
+    copied when the device is about to evict them.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class HostWriter:
         """Return a chain for the lease of a transfer.
 
         The chain has tokens and keys only if the blocks must be offered to stores after the transfer. With `is_early`,
-        this is not necessary, because the blocks were already offered to the stores.
+        the blocks were already offered to the stores when they were first saved.
         """
         if not self._needs_keys:
             return Chain(self._tree.namespace, salt=node.domain[0], adapter=node.domain[1])
@@ -395,7 +395,7 @@ class StoreIndex:
             self._events.written(done.lease, done.first, written, self._tree.namespace)
 
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
-        """Write at most `room` host blocks of a job that the store lacks. Return their number and the rest, or None."""
+        """Write at most `room` host blocks of a job that the store lacks. Return their number and the rest, if any."""
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
             return 0, None
