@@ -167,7 +167,7 @@ class Pipeline:
         self._order = RowOrder()  # the rows of the latest batch
         self._in_flight: dict[BatchData, Collection[Ticket]] = {}  # batches with their requests, oldest first
         self._running: dict[Ticket, None] = {}  # requests that may be in the next batch
-        self._retiring: list[Ticket] = []  # requests with a decided outcome that were not removed yet
+        self._retiring: list[Ticket] = []  # requests whose outcome is decided, but not removed yet
         self._broken_at: int | None = None  # the step that failed on the device; results of later steps are invalid
         self._closed = False
 

@@ -152,8 +152,8 @@ class StoreConfig:
     """Maximum number of blocks in flight from the store. A larger fetch starts when no other fetch is in flight."""
     max_known: int = 1 << 22
     """Maximum number of recorded keys. A key takes about 150 bytes. A key that the store has evicted stays recorded
-    until a lookup or a read does not find it. If the store is not shared, kvtier's engine lowers this limit to four
-    times the number of blocks that fit in the store."""
+    until a lookup or a read does not find it. If the store is not shared, kvtier's engine lowers this limit to at most
+    four times the number of blocks that fit in the store."""
 
     def __post_init__(self) -> None:
         if not self.name or self.name in ("device", "host"):

@@ -140,7 +140,7 @@ class CacheManager:
     def prefetch(
         self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP, max_tokens: int | None = None
     ) -> Prefetch | None:
-        """Begin to fetch a prompt's blocks from stores to the host. Return None if there is no store or no token.
+        """Begin to fetch a prompt's blocks from stores to the host. Return None without stores or tokens.
 
         The caller waits until `is_prefetched` is True, passes the prefetch to `match`, and then calls `end_prefetch`.
         """
@@ -153,7 +153,7 @@ class CacheManager:
         return self._prefetcher.is_over(prefetch, now)
 
     def retry_prefetch(self, prefetch: Prefetch, allocation: Allocation, *, now: float = 0.0) -> bool:
-        """Fetch blocks again that were evicted or found no room. Return True if the request must wait."""
+        """Fetch blocks that did not fit at first or were evicted since. Return True if the request must wait."""
         return self._prefetcher.retry(prefetch, allocation.lease.num_matched, now, allocation.lease.retention)
 
     def end_prefetch(self, prefetch: Prefetch) -> None:
@@ -435,7 +435,7 @@ class CacheManager:
         return allocation
 
     def _match_partly(self, allocation: Allocation, max_tokens: int | None, now: float) -> None:
-        """Find a cached block that starts with the same tokens as the first missing block, and lease it for a copy.
+        """Find a cached block that starts with the same tokens as the first unmatched block, and lease it for a copy.
 
         prompt   |b0|b1|t t t t v v|..
         cached   |b0|b1|t t t t u u|        the 4 tokens t are copied

@@ -50,7 +50,7 @@ class Prefetch:
 class Prefetcher:
     """Fetches blocks to the host. Each run of blocks comes from the nearest store that contains its first block.
 
-    With a `cost_model`, a prefetch fetches no blocks if the model decides to compute them.
+    With a `cost_model`, a prefetch fetches no blocks if computing them is expected to be faster.
     """
 
     def __init__(

@@ -194,7 +194,7 @@ class HostWriter:
         """Find the nodes that the device will evict next. Return True if there are nodes for `save_next_victims`.
 
         `num_spare` is the number of device slots that CacheManager.plan keeps free. HostConfig.ahead_share limits the
-        number of blocks in these nodes. Only an exclusive host tier looks ahead.
+        number of blocks in the found nodes. Only an exclusive host tier looks ahead.
         """
         if not self._ahead_share:
             return False
@@ -267,7 +267,7 @@ class HostWriter:
 
 
 def reserve_up_to(tree: RadixTree, tier: Tier, num_blocks: int, salt: bytes) -> Slots:
-    """Reserve `num_blocks` slots in a tier, or as many as are available to the tenant."""
+    """Reserve `num_blocks` slots in a tier, or as many as are available to the tenant of `salt`."""
     slots = tree.reserve(tier, num_blocks, salt)
     if isinstance(slots, Shortage):
         slots = tree.reserve(tier, min(num_blocks, slots.free + slots.evictable), salt)
@@ -300,7 +300,7 @@ class StoreIndex:
         self._tree, self._host, self._transfers = tree, host, transfers
         self._known: dict[bytes, _Copies] = {}  # keys that are stored or being written, newest last
         self._looked_up: dict[int, _Copies] = {}
-        """Bit mask of ranks -> the shared instance of all keys that lookups found on exactly these ranks."""
+        """Bit mask of ranks -> the _Copies instance of all keys that lookups found on exactly these ranks."""
         self._all_ranks = (1 << transfers.num_ranks) - 1
         self._writes: dict[int, tuple[list[bytes], _Copies]] = {}  # by transfer id
         self.inventory_probe = 0 if config.is_shared else transfers.probe(config.name)
@@ -362,7 +362,7 @@ class StoreIndex:
         self._transfers.drop(Drop(self.config.name))
 
     def _remember(self, copies: dict[bytes, _Copies]) -> None:
-        """Record keys. Beyond the limit, remove the oldest keys."""
+        """Record keys. If there are more than `max_known` keys, remove the oldest."""
         self._known.update(copies)
         excess = len(self._known) - self.config.max_known
         if excess <= 0:

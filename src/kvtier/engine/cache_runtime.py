@@ -130,7 +130,7 @@ class StepTransfers:
         self._waits = controller.layer_waits(loads) if loads else None
 
     def before_layer(self, group: int) -> Callable[[int], None] | None:
-        """Return a function that waits for the load of one layer of this group, or None if the step has no loads."""
+        """Return a function that waits until a layer of a cache group is loaded, or None if the step has no loads."""
         return None if self._waits is None else partial(self._waits.before_layer, group=group)
 
     def have_arrived(self) -> bool:
@@ -192,8 +192,8 @@ class CacheRuntime:
     def begin_step(self, plan: Plan, loads: Sequence[int]) -> StepTransfers:
         """Start the transfers of a plan. `loads` are the ids of the loads that the step waits for.
 
-        With `overlaps_compute` (one rank, on a GPU), transfers that are not in `loads` are deferred until the forward
-        pass is launched. This thread needs half a millisecond to start a copy of hundreds of blocks.
+        With `overlaps_compute` (one rank, on a GPU), all other transfers are deferred until the forward pass is
+        launched, because this thread needs half a millisecond to start a copy of hundreds of blocks.
         """
         self.failed = {number for number in self.failed if number in self._manager.transfers.in_flight}
         deferred = None
@@ -205,8 +205,8 @@ class CacheRuntime:
     def poll(self, *, before_step: bool = False) -> None:
         """Apply new reports to the manager, without waiting.
 
-        Applying a report takes 0.1 ms on this thread, and no step waits for a save. With `before_step` and
-        `overlaps_compute`, reports of copies to the host are therefore applied later, during the forward pass.
+        Applying a report takes 0.1 ms on this thread. With `before_step` and `overlaps_compute`, reports of copies to
+        the host are therefore applied later, during the forward pass. No step waits for these copies.
         """
         for report in self._controller.poll(loads_only=before_step and self._controller.overlaps_compute):
             completed = self._manager.apply(report)
@@ -360,7 +360,7 @@ class CacheRuntime:
         try:
             self._admin.save_all()
             self._drain_saves()
-            # If the allocation fails, the tier keeps its old size and loses only the blocks beyond the new size.
+            # If `resize_host` fails, the tier keeps its old size and loses only the blocks beyond the new size.
             self._admin.vacate(tier, num_blocks)
             self._controller.resize_host(num_blocks, [group.cache for group in self._groups])
             self._admin.resize(tier, num_blocks)

@@ -58,14 +58,13 @@ class EngineConfig:
     """Number of ranks among which the model's heads are split. Each rank is a process; this process is rank 0."""
     kv_shards: int = 0
     """Number of objects per block in a store. Each object contains some of the KV heads. 0 means one object per rank.
-    Engines that share stored blocks need equal numbers: set kv_shards to their highest tensor_parallel."""
+    All engines that share stored blocks need the same kv_shards: use the highest tensor_parallel of the engines."""
     rank_timeout_seconds: float = 60.0
     """Timeout for a step on the other ranks, and for one all_reduce."""
     phases: int = 0
     """Number of steps in flight: 1, 2, or 0 for the default, which is 2 on a GPU and 1 on a CPU. With 2, the host
     schedules a step while the device computes the previous step. The end of a sequence can then be found one step late,
-    and one computed token is discarded. On a CPU, scheduling and computing share the cores. Step time with 2,
-    relative to 1: +3 % for 1 row, -23 % for 4, -29 % for 16, +8 % for 64 (SmolLM2-135M, EPYC, 2 cores, 2026-11-19)."""
+    and one computed token is discarded. docs/tuning.md has measurements for GPU and CPU."""
 
     def __post_init__(self) -> None:
         for name, low in {"block_tokens": 1, "tensor_parallel": 1, "kv_shards": 0}.items():
@@ -363,7 +362,7 @@ class Engine:
         return outputs
 
     def _settle(self, request: Request) -> None:
-        """Start the siblings of a request once the prompt is computed. Release the request if it has ended."""
+        """Start the other sequences of a request (n > 1) once the prompt is computed. Release an ended request."""
         sequence = self._live.get(request.id)
         if sequence is None:  # the request failed
             return
@@ -419,7 +418,7 @@ class Engine:
         return outputs
 
     def _end(self, sequence: EngineSequence, reason: FinishReason, error: str = "") -> list[Output]:
-        """End a sequence and the siblings that wait for its prompt, without new tokens."""
+        """End a sequence, and the siblings that wait for its prompt. Their last outputs have no tokens."""
         del self._live[sequence.request.id]
         sequence.ticket.cancel()  # no effect if the ticket has failed
         outputs = [each.end(reason, error) for each in (sequence, *sequence.siblings)]
@@ -478,7 +477,7 @@ def _namespace(models: Sequence[Model], block_tokens: int) -> Namespace:
         linears = [each for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         norms = [layer.input_norm for layer in weights.layers] + [layer.post_norm for layer in weights.layers]
         update_digest(digest, (weights.embedding, weights.norm, *norms, *(each.weight for each in linears)))
-        # Release 0.1.0 hashed only the tensors above. Models without the tensors below still have the same hash.
+        # Release 0.1.0 hashed only the tensors above. Models without the tensors below still have this hash.
         optional = [norm for layer in weights.layers for norm in (layer.q_norm, layer.k_norm)]
         optional += [each.bias for each in linears]
         if not torch.equal(weights.inverse_frequencies.cpu(), config.rope.inverse_frequencies(config.head_dim)):

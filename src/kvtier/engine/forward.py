@@ -33,8 +33,8 @@ class SequenceInput(NamedTuple):
     block_table: Table
     """Blocks of the sequence, in order, with room for the computed and the new tokens."""
     num_logits: int = 1
-    """Number of tokens at the end that need logits: 0 inside a prompt, 1 to sample, k + 1 to verify k draft tokens. If
-    prompt tokens are scored, the number also includes the tokens whose logits are needed for the scores."""
+    """Number of tokens at the end of `token_ids` that need logits: 0 if more prompt tokens follow, 1 to sample, and
+    k + 1 to verify k draft tokens. The tokens whose logits score prompt tokens are included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ForwardBatch:
 
     input_ids: torch.Tensor  # [tokens] int64
     positions: torch.Tensor  # [tokens] int64
-    slots: torch.Tensor  # [tokens] int64: block * block_tokens + offset of the KV; on CUDA, -1 stores no KV
+    slots: torch.Tensor  # [tokens] int64: block * block_tokens + offset; on CUDA, -1 means that no KV is stored
     query_starts: torch.Tensor  # [sequences + 1] int32
     context_lens: torch.Tensor  # [sequences] int32: tokens to attend to, including the new tokens
     block_tables: torch.Tensor  # [sequences, longest table] int32; undefined after the last block of a sequence
@@ -103,7 +103,7 @@ class BatchLayout:
         return cls(numbers, tables, tuple(query_lens.tolist()), tuple(contexts.tolist()))
 
     def batch(self, numbers: torch.Tensor, tables: torch.Tensor) -> ForwardBatch:
-        """Return the batch. `numbers` (concatenated) and `tables` are already on the device."""
+        """Return the batch, given device copies of self.numbers (concatenated) and of self.tables."""
         parts = numbers[: sum(map(len, self.numbers))].split([len(each) for each in self.numbers])
         ids, positions, slots, starts, contexts, logit_rows = parts
         return ForwardBatch(

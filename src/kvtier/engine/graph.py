@@ -42,8 +42,8 @@ class DecodeGraphs:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._outputs: dict[int, torch.Tensor] = {}
         pool = torch.cuda.graph_pool_handle()
-        # cuBLAS keeps a workspace per stream. A workspace made in a capture is in the pool of the capture. Clear
-        # workspaces before and after, so that no graph uses memory from the pool of other graphs.
+        # cuBLAS keeps a workspace per stream. A workspace allocated in a capture is in the memory pool of the capture.
+        # Clear all workspaces before and after the captures, so that no graph uses memory from another pool.
         torch._C._cuda_clearCublasWorkspaces()
         for size in reversed(self._sizes):  # largest first, because smaller graphs reuse the memory of the largest
             self._capture(size, pool)

@@ -49,8 +49,8 @@ class LLM:
         LLM().generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=8))
 
     `model` is a Hugging Face folder, a .gguf file, or the name of a packaged model. With `invariant`, the result of a
-    request is bit-identical in every batch, but the engine is slower. With `products="integer"`, products with
-    quantised matrices on the CPU are faster and round their input (see weights.Products).
+    request is bit-identical in every batch, but the engine is slower. With `products="integer"`, multiplication with
+    quantised matrices on the CPU is faster, but rounds its input (see weights.Products).
 
     `generate` and `chat` may be called from several threads. The engine runs on a thread of its own and serves one call
     at a time. KeyboardInterrupt ends a call after the current step and cancels the requests of the call. Do not

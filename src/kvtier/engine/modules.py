@@ -259,7 +259,7 @@ class Sampler(Module):
     def _draw_rows(
         self, logits: torch.Tensor, rows: Sequence[RowInput], captured: torch.Tensor | None, phase: int
     ) -> Drawn:
-        """Sample one token for each row, except for rows that a captured step has sampled, and write the tokens."""
+        """Sample one token for each row that a captured step has not sampled. Write the tokens to the rows."""
         if captured is None:
             drawn = _draw(logits, rows, 0, self._rows.sampling(phase))
             self._rows.write(phase, drawn.tokens)

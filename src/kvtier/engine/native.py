@@ -18,7 +18,7 @@ from kvtier.native_code import X86_VARIANTS, Native, NativeSource, features, loa
 
 MAX_TOKENS = 16
 """On every type of processor, `EngineNative.linear` is faster than torch for up to this number of tokens."""
-_LANES, _BLOCK = 16, 32  # rows per tile of a packed matrix, elements per block of a quantised row
+_LANES, _BLOCK = 16, 32  # 16 rows per tile of a packed matrix; 32 elements per block of a quantised row
 # The result of a token must not depend on the number of tokens. -ffast-math is not used, because it could reorder sums.
 # Without avoid-fma-max-bits=0, gcc 13 does not fuse multiply and add in some loops on some processors.
 _FLAGS = (
@@ -76,8 +76,8 @@ class EngineNative:
         self.has_fast_long_inputs = lanes == 16 and vendor() == "AuthenticAMD"  # 16: AVX-512
         """True if products and attention are faster than those of torch for any number of tokens.
 
-        On processors of AMD, torch uses MKL without AVX-512. GFLOP/s per core: products 107 to 116 in torch, here 214
-        to 230 (with AVX2 108); attention 70 in torch, here 135 (EPYC, family 26, measured on 2026-11-19).
+        On processors of AMD, torch uses MKL without AVX-512 and takes about twice the time for products and attention
+        (EPYC, family 26, measured on 2026-11-19).
         """
         openmp = _openmp_of_torch()
         if openmp is not None:
@@ -199,7 +199,7 @@ _U8 = np.ndarray[Any, np.dtype[np.uint8]]
 def _split_blocks(kind: str, raw: _U8) -> tuple[_U8, _U8]:
     """Split blocks [tiles, lanes, blocks, bytes] into factors and elements.
 
-    Return the bytes of the factors as float32 [tiles, blocks, factors, lanes], and the elements in unchanged order.
+    Return the factors as the bytes of a float32 array [tiles, blocks, factors, lanes]. Keep the order of the elements.
 
     Q4_0   18 bytes: factor d, 16 bytes of nibbles q. (q - 8) * d is stored as Q4_1 with m = -8 * d, which is exact.
     Q4_1   20 bytes: factors d and m, 16 bytes of nibbles
