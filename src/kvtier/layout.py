@@ -101,8 +101,7 @@ class CacheGroup:
     window_tokens: int | None = None
     """Length of the sliding window in tokens; None for full attention."""
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Offset of each layer in a block, followed by the size of the block. Computed once, because every transfer needs
-    it."""
+    """Offset of each layer in a block, then the block size. Computed once, because every transfer uses the offsets."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -170,7 +169,7 @@ class CacheGroup:
         return -(-self.block_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     def check_layers(self, layers: range | None) -> range:
-        """Return `layers`, or all layers for None. Raise RangeError unless they are a run of layers in this group."""
+        """Return `layers`, or all layers for None. Raise RangeError if `layers` are not consecutive."""
         if layers is None:
             return range(self.num_layers)
         if layers.step != 1 or not 0 <= layers.start < layers.stop <= self.num_layers:
@@ -212,7 +211,7 @@ class CacheGroup:
         start, done = chosen.start, 0
         for index in chosen:
             size = self.layers[index].nbytes
-            # Begin the next run if this layer would take the runs up to here above their share of the total.
+            # Begin the next run if, with this layer, the runs so far would exceed their share of the total bytes.
             if index > start and len(groups) + 1 < wanted and (done + size) * wanted > total * (len(groups) + 1):
                 groups.append(range(start, index))
                 start = index

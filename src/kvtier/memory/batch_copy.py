@@ -32,7 +32,7 @@ def copy(src: Buffer, n: Buffer, dst: None = None, stream: Stream | None = None)
 @overload
 def copy(src: Buffer, n: int, dst: Buffer, stream: Stream | None = None) -> Buffer: ...
 def copy(src: Buffer, n: int | Buffer, dst: Buffer | None = None, stream: Stream | None = None) -> Buffer:
-    """Copy all elements with `copy(src, dst)`, or the first n with `copy(src, n, dst)`. Returns `rest(dst, n)`.
+    """Copy all elements with `copy(src, dst)`, or the first n with `copy(src, n, dst)`. Return the rest of `dst`.
 
     The copy runs in the order of `stream` (default: the current stream). If there is no stream, host memory is copied
     before this function returns. Overlapping ranges are copied as if the whole source were read first.
@@ -146,11 +146,11 @@ class BatchCopy:
         print(copy.result.path, copy.result.merge_ratio)
 
     The result is the same as if the copies ran one after another. `path` forces a path ("host", "loop", "driver",
-    "gather") where that path is usable. Without `path`, GPU copies use the cheapest path in the cost table. If the
-    forced path is not usable, or there is no cost table, GPU copies use the first usable path of "gather", "driver" and
-    "loop". Copies whose source overlaps their destination, and copies with too many dependencies, always use "loop".
-    Buffers are kept alive until their copies are done. For memory that is given by address, and for copies that are
-    captured in a CUDA graph, the caller must keep the memory alive. Not thread-safe.
+    "gather") where that path is usable. Without `path`, GPU copies use the fastest path in the cost table (costs.py).
+    If the forced path is not usable, or there is no cost table, GPU copies use the first usable path of "gather",
+    "driver" and "loop". Copies whose source overlaps their destination, and copies with too many dependencies, always
+    use "loop". Buffers are kept alive until their copies are done. For memory that is given by address, and for copies
+    that are captured in a CUDA graph, the caller must keep the memory alive. Not thread-safe.
     """
 
     def __init__(self, *, path: PathName | None = None) -> None:
@@ -201,7 +201,7 @@ class BatchCopy:
     def pieces(self, src: Buffer, src_at: Any, n: Any, dst: Buffer, dst_at: Any) -> None:
         """Add many copies of n elements each, from offsets `src_at` in `src` to offsets `dst_at` in `dst`.
 
-        Offsets are arrays (numpy, torch, list) and count elements. n is one number or an array. Adjacent pieces merge.
+        Offsets are arrays (numpy, torch, list) and in elements. n is one number or an array. Adjacent pieces merge.
         """
         check_copy(src, 0, dst)
         table = _table(src_at, n, dst_at, "src_at", "n", "dst_at")
@@ -266,9 +266,9 @@ class BatchCopy:
     ) -> None:
         """Add many copies as one array of three rows: source addresses, destination addresses, byte counts.
 
-        Nothing is checked, and the array is not copied. `nbytes` is the total size. Pass it only if the copies are
-        independent, sorted by destination and not empty, and if no copy continues the previous copy in both source and
-        destination. A batch that consists of one table with `nbytes` runs without planning.
+        Nothing is checked, and the array is not copied. `nbytes` is the total size. A batch that consists of one table
+        with `nbytes` runs without planning. Pass `nbytes` only if the copies are independent, not empty, sorted by
+        destination and not mergeable.
         """
         count = table.shape[1]
         if count:

@@ -103,7 +103,7 @@ class Buffer:
         The source must be contiguous and is kept alive. Read-only sources make read-only Buffers. On CUDA, the
         current stream waits for the pending work that the array protocol reports. A torch tensor reports none.
         """
-        if isinstance(source, Buffer):  # a separate Region, so that closing one Buffer does not close the other
+        if isinstance(source, Buffer):  # with its own Region, so that the two Buffers are closed separately
             region = Region(source.holding, readonly=source.readonly)
             return cls._make(region, source._offset_bytes, source.size, source.dtype, source.placement)
         region, size, dtype = interop.adopt(source)
@@ -200,7 +200,7 @@ class Buffer:
     # ---- slices and views ----
 
     def slice(self, base: int, size: int | None = None) -> Buffer:
-        """Return a Buffer that shares this memory and begins at element `base`. By default, both have the same end."""
+        """Return a Buffer over elements [base, base + size) of this memory. By default, it has all elements from `base`."""
         base = operator.index(base)
         count = self.size - base if size is None else operator.index(size)
         if base < 0 or count < 0 or base + count > self.size:

@@ -57,8 +57,8 @@ def current_stream(placement: Placement) -> Stream | None:
 def allocate(nbytes: int, placement: Placement, allocator: Allocator | None = None) -> MemoryRef:
     """Allocate memory from `allocator` (default: the current allocator) for use on the current stream.
 
-    torch's pool may return memory that pending work on torch's current stream still uses. If the current
-    kvtier stream is on the GPU of `placement`, it is therefore torch's current stream during the allocation.
+    torch's pool may return memory that is still used by pending work on torch's current stream. If the current kvtier
+    stream is on the GPU of `placement`, this function therefore allocates with that stream as torch's current stream.
     """
     source, stream = allocator or current_allocator(placement), _stream.get()
     if stream is None or not placement.is_device or stream.placement != placement:
@@ -105,7 +105,7 @@ def launch(
             with torch.cuda.stream(stream.native):
                 task()
         finally:  # if the task fails, a part of its work may be in flight
-            if not is_capturing(stream):  # a captured graph can be replayed, so the caller must keep its memory
+            if not is_capturing(stream):  # the graph can be replayed later, so the caller must keep the memory
                 hold(stream, holdings)
     else:
         run_after(stream, task)

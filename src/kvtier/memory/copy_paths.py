@@ -1,9 +1,9 @@
-"""Copy paths: four ways to copy independent pieces, and functions that find the usable paths for a given copy.
+"""Copy paths: four ways to copy pieces (byte ranges), and functions that find the usable paths for a set of pieces.
 
-host     compiled copier, several threads           host memory only
+host     compiled copier, several threads           from host to host
 loop     one copy after another                     any memory; the only path that keeps the order of pieces
-driver   cuMemcpyBatchAsync                         a GPU; not while capturing a graph
-gather   a kernel that reads and writes all pieces  one GPU, with or without pinned memory; capturable
+driver   cuMemcpyBatchAsync                         to or from a GPU; not during the capture of a CUDA graph
+gather   a kernel that reads and writes all pieces  within a GPU, or between a GPU and pinned host memory
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def usable_paths(job: CopyContext) -> tuple[list[PathName], str]:
 
 
 def run_path(path: PathName, job: CopyContext, pieces: Pieces) -> PathName:
-    """Copy pieces (independent, unless `path` is "loop"). Return the path used. Raise CopyError if a copy fails."""
+    """Copy pieces, and return the path used. Only "loop" allows dependent pieces. Raise CopyError if a copy fails."""
     if path == "loop":
         run_in_order(job, pieces)
     elif path == "host":
@@ -160,8 +160,8 @@ def _copy_one(job: CopyContext, src: int, dst: int, nbytes: int) -> int:
 def _retry_parts(job: CopyContext, pieces: Pieces, k: int) -> None:
     """Copy the entries of piece k one by one, because the driver refused the piece. Raise CopyError if an entry fails.
 
-    The driver refuses a copy that spans two adjacent allocations. Merging can create such a piece from entries that
-    each lie in one allocation. These entries succeed.
+    Entries are the copies that were merged into a piece. The driver refuses a copy that spans two adjacent allocations.
+    If each entry of such a piece lies in one allocation, the entries succeed.
     """
     plan = pieces.plan
     if plan is None:
@@ -184,8 +184,8 @@ def _run_driver(job: CopyContext, pieces: Pieces) -> PathName:
     assert job.stream is not None
     failed = cuda.batch_call(_device(job)).submit(pieces.table, job.stream)
     if failed is not None:
-        # The call reports only the chunk that failed. The pieces are independent, so it is safe to repeat them one by
-        # one. The repetition finds the invalid piece, or succeeds if a piece was merged across two allocations.
+        # `failed` is the first piece of the failed chunk. The pieces are independent, so it is safe to copy all pieces
+        # from there on one by one. This finds the invalid piece, or succeeds if merging caused the failure.
         run_in_order(job, pieces.part(slice(failed, None)))
         return "loop"
     return "driver"

@@ -14,12 +14,12 @@ as if the entries ran one after another, and each entry read its whole source be
 Pieces of one wave are independent of each other, so they may run in any order. Waves run one after another.
 
 A table has three rows: SRC and DST are addresses, NBYTES are positive sizes. A table is one array instead of three,
-because numpy calls dominate the time for a batch of a few hundred pieces. For the same reason, `scan` has a compiled
-equivalent in native.py. Instances of the dataclasses are never modified. The classes are not frozen, because creating
-a frozen instance takes 1.5 us instead of 0.4 us.
+because numpy calls dominate the planning time of a batch of a few hundred pieces. For the same reason, `scan` has a
+compiled equivalent in native.py. Instances of the dataclasses are never modified. The classes are not frozen, because
+creating a frozen instance takes 1.5 us instead of 0.4 us.
 
-The scope of an entry limits merging. The entries of one `BatchCopy.group()` or of one array have the same scope (>= 0)
-and can merge with each other. Entries with the scope ALONE never merge. Without scopes, all entries can merge.
+The scope of an entry limits merging. Entries that were added in one `BatchCopy.group()`, or as one array, have the same
+scope (>= 0) and can merge with each other. Entries with the scope ALONE never merge. Without scopes, all entries can.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def plan_copies(table: I64, scopes: I64 | None = None, scan_with: Callable[..., 
     scan_with = scan_with or scan
     order: I64 | None = None
     ordered, seen = table, scan_with(table, scopes)
-    if not seen.disjoint:  # not sorted, or overlapping
+    if not seen.disjoint:  # the destinations are not sorted, or overlap
         order = np.argsort(table[DST])
         ordered = table.take(order, axis=1)
         seen = scan_with(ordered, None if scopes is None else scopes[order])
@@ -159,7 +159,7 @@ def _waves(table: I64) -> I64 | None:
     waves = np.zeros(n, np.int64)
     if not len(before):
         return waves
-    # Kahn's algorithm, a whole wave at a time, over edges sorted by their first entry
+    # Kahn's algorithm, one wave per round, over the conflicting pairs sorted by their earlier entry
     by_before = np.argsort(before, kind="stable")
     after = after[by_before]
     edge_starts = np.searchsorted(before[by_before], np.arange(n + 1))
@@ -222,7 +222,7 @@ def _merge(
     """Return the plan for a table that is sorted by wave, then by destination.
 
     Entry k of the table is the caller's entry `order[k]` (None: entry k). Pieces begin at the entries `starts` (None:
-    nothing merges), and waves begin at the entries `wave_starts` (None: there is one wave).
+    nothing merges). Waves begin at the entries `wave_starts` (None: there is one wave).
     """
     if starts is None:
         count = table.shape[1]

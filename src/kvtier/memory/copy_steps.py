@@ -1,4 +1,4 @@
-"""Turn collected copies into steps. A step is a set of pieces with one direction and one copy path."""
+"""Turn collected copies into steps. A step is a set of pieces (merged copies) with one direction and one path."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvtier.memory.stream import Stream
 
 @dataclass(slots=True)
 class Chunk:
-    """Copies that were added together. All of them have the same direction and scope."""
+    """Copies that were added together. All of them have the same direction and the same scope (see copy_plan.py)."""
 
     table: I64
     direction: Direction

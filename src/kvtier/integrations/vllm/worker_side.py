@@ -1,12 +1,12 @@
-"""WorkerSide: the part of the connector in a vLLM worker. It copies blocks as the scheduler side has planned.
+"""WorkerSide: the part of the connector that runs in a vLLM worker. It copies blocks as planned by the scheduler side.
 
-    vLLM's step     handle_preemptions   bind_..    forward   start_load_kv   wait_for_save   get_transfer_results
-    WorkerSide      begin_step           start_early          start_loads     start_others    poll
+    vLLM        handle_preemptions  bind_connector_metadata  forward  start_load_kv  wait_for_save  get_transfer_results
+    WorkerSide  begin_step          start_early                       start_loads    start_others   poll
 
 Loads wait for the work that was queued before the step, because earlier kernels may still use the target blocks. Loads
-run during the forward pass. On a GPU, they start after the launch of the forward pass. On a CPU, the launch returns at
-the end of the forward pass, so loads start before the launch. Saves wait for the forward pass, which writes their
-source blocks. Only `poll` makes the caller wait, and only in a step without tokens.
+run during the forward pass. On a GPU, loads start after the launch of the forward pass. On a CPU, the forward pass is
+synchronous, so loads start before it. Saves wait for the forward pass, which writes their source blocks. During a step,
+only `poll` waits for transfers, and only if the step computes no tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger("vllm.kvtier")
 _IDLE_SECONDS = 0.002
 """Longest wait for transfers in a step without tokens. vLLM repeats such steps about every millisecond."""
 _POLL_SECONDS = 0.1
-"""Interval of polls while no transfer is in flight. Such polls report new host memory and damaged blocks."""
+"""Interval of polls while no transfer is in flight. These polls report newly usable host memory and damaged blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """Work of all workers in one step."""
+    """Work of one step. All workers get the same plan."""
 
     plan: Plan
     loads: Mapping[int, Load] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class StepPlan:
     is_idle: bool = False
     """True if the step computes no tokens."""
     namespace: bytes = b""
-    """New fingerprint of the namespace of stored blocks; empty if it does not change."""
+    """New fingerprint of the namespace of stored blocks; empty if the fingerprint does not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class WorkerSide:
         stores: Mapping[str, Store | ShardStores] | None = None,
         mover: Mover = run_path,
     ) -> None:
-        """Open the stores of `config`, unless `stores` are given. `mover` executes copies and can inject failures."""
+        """Open the stores of `config`, unless `stores` are given. `mover` runs copies. Tests pass one that fails."""
         self.namespace, self._group = namespace, cache.group
         num_blocks = config.host_bytes // sharding.num_ranks // self._group.slot_bytes
         if num_blocks < 1:
@@ -125,9 +125,9 @@ class WorkerSide:
         )
         self._loads: dict[int, Load] = {}
         self._load_slots: dict[int, list[int]] = {}
-        """Load in flight -> host slots that it reads."""
+        """Transfer id of a load in flight -> host slots that the load reads."""
         self._damaged: set[int] = set()
-        """Host slots that were reported as damaged and not written since."""
+        """Host slots that were reported as damaged and have not been written since then."""
         self._before: Event | None = None
         """Event that the loads of this step wait for. None if the step has no loads or the device has no streams."""
         self._next_poll = 0.0
@@ -204,9 +204,9 @@ class WorkerSide:
         return results
 
     def _without_damaged(self, report: Report) -> Report:
-        """Return the report with loads from damaged host slots marked as failed.
+        """Mark loads from damaged host slots as failed. Return the new report.
 
-        An idle engine does not poll. The scheduler side may therefore plan a load before it gets the report of damage.
+        An idle engine does not poll. The scheduler side may therefore plan a load before the damage is reported.
         """
         self._damaged.update(np.frombuffer(report.damaged, "<i4").tolist())
         return replace(report, results=tuple(map(self._check_slots, report.results))) if self._damaged else report
@@ -247,7 +247,7 @@ class LoadVerifier:
             self._transfers[transfer.id] = transfer.route, transfer.sources, transfer.targets
 
     def checked(self, report: Report) -> Report:
-        """Return the report with loads marked as failed if their blocks differ from the saved blocks."""
+        """Mark loads as failed if their blocks differ from the saved blocks. Return the new report."""
         return replace(report, results=tuple(map(self._check, report.results)))
 
     def _check(self, result: TransferResult) -> TransferResult:
