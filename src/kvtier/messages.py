@@ -160,7 +160,7 @@ class Report:
 
 
 def slot_bytes(slots: I32) -> bytes:
-    """Convert slots to the bytes in messages."""
+    """Encode slots for a message."""
     return slots.astype("<i4", copy=False).tobytes()
 
 

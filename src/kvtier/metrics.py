@@ -2,13 +2,13 @@
 
     registry = Registry()
     hits = registry.counter("kvtier_hit_tokens_total", "Tokens found in a tier.", ("tier",))
-    host_hits = hits.of("host")                     # keep the series to avoid lookups
+    host_hits = hits.of("host")                     # keep this object to avoid lookups
     host_hits.add(48)
     registry.collect()                              # (CollectedMetric("counter", "kvtier_hit_tokens_total", ..),)
 
 A registry is passed explicitly; there is no global registry. Several threads may update and read metrics. Counters and
-histograms have locks, so no update is lost, and the counts and the sum of a histogram are always consistent. The server
-formats collected metrics with prometheus-client (`kvtier.server.exposition`).
+histograms have locks, so that no update is lost. The counts and the sum of a histogram are always consistent. The
+server formats collected metrics with prometheus-client (`kvtier.server.exposition`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CollectedMetric:
     text: str
     labels: tuple[str, ...]
     series: tuple[tuple[tuple[str, ...], float | Distribution], ...]
-    """Label values and value of each series, in the order of creation."""
+    """Pairs of label values and metric value, one pair per series, in the order of creation."""
 
 
 class Histogram:

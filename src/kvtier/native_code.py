@@ -1,9 +1,9 @@
 """Load kvtier's C code: prebuilt libraries, or libraries compiled on first use and kept in the cache directory.
 
 The wheel is pure Python. `kvtier build-native DIR` compiles the libraries into a folder, for example one in a container
-image. Set KVTIER_NATIVE_DIR to this folder at run time. A library that uses optional processor instructions is built in
-several variants, and the best variant that the processor supports is loaded. If there is neither a library nor a
-compiler, or if the library does not work, `load` returns the reason, and callers use Python equivalents.
+image. Set KVTIER_NATIVE_DIR to this folder at run time. If a library uses optional processor instructions, the folder
+contains several variants, and `load` uses the best one for the processor. If there is neither a library nor a compiler,
+or if the library does not work, `load` returns the reason, and callers use Python equivalents.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def load(source: NativeSource, make: Callable[[Path], Code], only: str | None = 
     `only` is the name of a variant; other variants are then ignored. `make` must raise UnavailableError if this machine
     cannot run the library. If `make` raises OSError or AttributeError for a cached library, the file is assumed to be
     incomplete, and the library is compiled again. A library that another user could have written is not loaded but
-    compiled again, because its code would have all rights of this process. If this process cannot write to the cache
-    directory, or another user can, the new library is private to this process.
+    compiled again, because its code would have all rights of this process. If the cache directory is read-only, or
+    writable by another user, the new library is private to this process.
     """
     if only is not None:
         source = source.with_only(only)
@@ -209,7 +209,7 @@ def _load_prebuilt(
 def _load_or_compile(source: NativeSource, texts: dict[str, str], make: Callable[[Path], Code]) -> Native[Code]:
     compiler = _compiler()
     flags = (*source.flags, *source.local_flags)
-    # Several machines may share a cache directory, so the file name depends on this machine's libc and processor.
+    # Machines may share a cache directory, so the file name depends on the libc and, with `local_flags`, the processor.
     built_on = (platform.libc_ver()[1], " ".join(sorted(features())) if source.local_flags else "")
     try:
         folder = cache_dir().resolve()

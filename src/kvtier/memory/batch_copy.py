@@ -201,7 +201,7 @@ class BatchCopy:
     def pieces(self, src: Buffer, src_at: Any, n: Any, dst: Buffer, dst_at: Any) -> None:
         """Add many copies of n elements each, from offsets `src_at` in `src` to offsets `dst_at` in `dst`.
 
-        Offsets are arrays (numpy, torch, list) and in elements. n is one number or an array. Adjacent pieces merge.
+        `src_at` and `dst_at` are arrays or lists of element offsets. n is a number or an array. Adjacent pieces merge.
         """
         check_copy(src, 0, dst)
         table = _table(src_at, n, dst_at, "src_at", "n", "dst_at")

@@ -200,7 +200,7 @@ class Buffer:
     # ---- slices and views ----
 
     def slice(self, base: int, size: int | None = None) -> Buffer:
-        """Return a Buffer over elements [base, base + size) of this memory. By default, it has all elements from `base`."""
+        """Return elements [base, base + size), or all elements from `base` on, as a Buffer over the same memory."""
         base = operator.index(base)
         count = self.size - base if size is None else operator.index(size)
         if base < 0 or count < 0 or base + count > self.size:

@@ -28,7 +28,7 @@ from kvtier.memory.copy_plan import DST, NBYTES, SRC
 from kvtier.memory.placement import CPU, PINNED, Placement
 from kvtier.memory.stream import Stream
 
-_ROUNDS = 3  # measurements, of which the shortest counts
+_ROUNDS = 3  # number of measurements; the shortest one is used
 _PIECE_BYTES = 1 << 20  # large enough for DMA, and typical for blocks
 _MATRIX = 4096  # rows of a square bf16 matrix; a product takes 0.2 ms on an H200
 _PRODUCTS = 12  # matrix products per measurement
@@ -82,7 +82,7 @@ def _measure_lost(
 
 
 def _scattered(src: Buffer, dst: Buffer, size: int, count: int) -> Pieces:
-    """Return copies of `count` pieces of `size` bytes between random offsets."""
+    """Return `count` copies of `size` bytes each, between random offsets."""
     random, slots = np.random.default_rng(size), src.nbytes // size
     table = np.empty((3, count), np.int64)
     table[SRC] = src.data() + random.permutation(slots)[:count] * size
@@ -95,7 +95,7 @@ _FORMAT = 2  # version of the saved file
 _SIZE_STEP = 2  # log2 of the ratio between consecutive sizes
 _SIZES = tuple(4096 << shift for shift in range(0, 12, _SIZE_STEP))  # 4 KiB to 4 MiB
 _POOL_BYTES = 64 << 20  # size of each Buffer for the measurements
-_FEW_PIECES, _MAX_PIECES = 8, 1024  # the times of both counts yield the fixed cost and the cost per piece
+_FEW_PIECES, _MAX_PIECES = 8, 1024  # the times for few and for many pieces yield the two values of a Cost
 _BRIEF_PIECES, _BRIEF_BYTES = 256, 16 << 20  # limits for slow paths, see `_measure`
 _REPEATS, _PAGEABLE_REPEATS = 5, 2  # copies of pageable memory take ten times as long and need less precision
 
@@ -220,7 +220,7 @@ def calibrate(placement: Placement, progress: Callable[[str], None] = lambda _: 
 
 def _measure(path: PathName, job: CopyContext, src: Buffer, dst: Buffer, size: int) -> Cost:
     few = _FEW_PIECES
-    # use fewer pieces for a loop, whose time is linear, and for pageable memory, which is slow
+    # use fewer pieces for the path "loop", whose time is linear, and for pageable memory, which is slow
     brief = path == "loop" or CPU in (job.src, job.dst)
     many = max(2 * few, min(_BRIEF_PIECES, _BRIEF_BYTES // size)) if brief else min(_MAX_PIECES, _POOL_BYTES // size)
     pieces = _scattered(src, dst, size, many)

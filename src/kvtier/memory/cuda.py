@@ -87,7 +87,7 @@ def _primary_context(index: int) -> int:
 def current_context(placement: Placement) -> AbstractContextManager[None]:
     """Make driver calls of this thread use this GPU in the `with` body.
 
-    A new thread has no context. At the end, the previous context becomes current again. Without cuda-bindings, this
+    A new thread has no context. After the body, the previous context is current again. Without cuda-bindings, this
     function does nothing, because only torch then calls the driver.
     """
     if not has_driver():
@@ -254,7 +254,7 @@ def _self_test(call: BatchCall, placement: Placement) -> None:
     with torch.cuda.stream(stream.native):
         source = torch.arange(64, dtype=torch.uint8, device=placement.torch)
         target = torch.zeros_like(source)
-    crossed = np.array([[0, 32], [32, 0], [16, 16]])  # two pieces that swap places on the way from source to target
+    crossed = np.array([[0, 32], [32, 0], [16, 16]])  # 16 bytes from 0 to 32, and 16 bytes from 32 to 0
     bases = np.array([[source.data_ptr()], [target.data_ptr()], [0]])
     failed = call.submit(crossed + bases, stream)
     stream.synchronize()

@@ -22,7 +22,7 @@ from kvtier.memory.placement import Placement
 from kvtier.memory.stream import Stream
 
 _SMALL_PARAMETERS, _LARGE_PARAMETERS = 4096, 32764  # bytes; the large limit exists since CUDA 12.1
-_ROWS_HEADER, _PIECES_HEADER = 40, 8  # bytes before the arrays of Rows<N> and Pieces<N>
+_ROWS_HEADER, _PIECES_HEADER = 40, 8  # bytes before the arrays of Rows<N> and Pieces<N> (structs in gather.cu)
 _PARTS_AT_ROWS, _PARTS_AT_PIECES = 7, 1  # position of the field `parts` in Rows<N> and Pieces<N>, in 4-byte words
 _LARGE_VERSION = 12010  # driver version of CUDA 12.1
 _THREADS = 256
@@ -45,7 +45,7 @@ class _Kernel:
 
 @dataclass(frozen=True, slots=True)
 class GatherKernels:
-    """The compiled kernels of one GPU, smallest first."""
+    """The compiled kernels of one GPU, by form of the parameters (see gather.cu). Each tuple is sorted by capacity."""
 
     rows: tuple[_Kernel, ...]
     pieces: tuple[_Kernel, ...]
@@ -66,7 +66,7 @@ class GatherKernels:
             part = table[:, start : start + kernel.capacity]
             block = np.empty(kernel.parameter_bytes // 4, np.uint32)
             widest = (fill_compact if compact else fill_general)(part, kernel.capacity, block)
-            if not widest:  # sizes differ, or offsets exceed 32 bits: use the general form from here on
+            if not widest:  # sizes differ, or offsets exceed 32 bits: use `self.pieces` for this and all later parts
                 compact = False
                 continue
             parts = max(1, min(64, widest // _PART_BYTES))

@@ -5,7 +5,7 @@ The memory is one mapping of exactly the requested size (torch's pinned pool rou
     [ piece 0 | piece 1 | piece 2 | ... ]      each piece is touched, and then pinned
       ready     ready     pinning   mapped
 
-`bind` sets the NUMA node of pages that are touched later. The affinity and memory policy of threads do not change.
+`bind` sets the preferred NUMA node of pages that are touched later. It changes no affinity or policy of threads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def node_of_gpu(
         node = int(file.read_text())
     except (OSError, ValueError):
         return None, f"neither nvidia-smi nor {file} reports the NUMA node"
-    return (node, "sysfs") if node >= 0 else (None, f"{file} contains {node}, which stands for no known node")
+    return (node, "sysfs") if node >= 0 else (None, f"{file} contains {node}, so the NUMA node is unknown")
 
 
 def _ask_nvidia_smi(address: str) -> str:
@@ -65,14 +65,14 @@ def _ask_nvidia_smi(address: str) -> str:
 
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-# Bytes per system call. During the call, no other thread can map memory or start: a thread took up to 1.1 s to start
-# with calls for 256 MiB, and 0.13 s with 16 MiB (EPYC, virtual machine, 2026-11-19).
+# Bytes per system call. During a call, other threads cannot map memory, and new threads cannot start. A thread took up
+# to 1.1 s to start with calls for 256 MiB, and up to 0.13 s with 16 MiB (EPYC, virtual machine, 2026-11-19).
 _TOUCH_BYTES = 16 << 20
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU's context
 
 
 def map_memory(nbytes: int, *, huge_pages: bool = True) -> mmap.mmap:
-    """Map anonymous memory. `huge_pages` requests huge pages. Pages become resident when they are touched."""
+    """Map anonymous memory. `huge_pages` advises the kernel to use huge pages. Pages become resident when they are touched."""
     try:
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

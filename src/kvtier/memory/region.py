@@ -41,7 +41,7 @@ class MemoryRef:
         self.placement = placement
         self.owner = owner
         self._release = release
-        self._pooled = pooled and placement.is_device  # `owner` is a tensor from torch's CUDA pool
+        self._pooled = pooled and placement.is_device  # True if `owner` is a tensor from torch's CUDA pool
         self._in_flight: dict[tuple[Placement, int], Event] = {}
 
     def used_in_pool(self, stream: Stream) -> bool:
@@ -57,7 +57,7 @@ class MemoryRef:
 
     def wait(self) -> None:
         """Wait until the work recorded by `used_by` is done, or has failed."""
-        for event in tuple(self._in_flight.values()):  # another thread may add an event
+        for event in tuple(self._in_flight.values()):  # a copy, because another thread may add an event
             event.settle()
 
     def tensor(self) -> torch.Tensor:

@@ -40,7 +40,7 @@ from kvtier.memory.buffer import Buffer
 from kvtier.memory.context import choose_stream
 from kvtier.memory.placement import CPU, Placement
 
-MAGIC = b"\x89KVBUF\r\n"  # not valid text; text-mode transfers change the line end, so that `load` fails
+MAGIC = b"\x89KVBUF\r\n"  # not valid UTF-8; a text-mode transfer changes "\r\n", so `load` then fails
 VERSION = 1
 HEADER_BYTES = 4096
 MAX_DIMS = 8

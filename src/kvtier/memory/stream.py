@@ -2,8 +2,9 @@
 
 A host stream is a HostQueue: an in-order queue with a thread and the interface of torch's CUDA stream. Tests of
 asynchrony, ordering and overlap can use host streams without a GPU. A HostMark is a recorded position in a queue. If a
-task fails, the later tasks of its queue are skipped. Calling `synchronize` of a later mark raises the error. A queue
-that waits for such a mark fails too. `HostQueue.synchronize` raises and clears the error, so that new tasks run.
+task fails, later tasks of its queue are skipped, and later marks store the error. `synchronize` of such a mark raises
+the error, so a queue that waits for the mark also fails. `HostQueue.synchronize` raises and clears the error of its
+queue, so that new tasks run.
 """
 
 from __future__ import annotations
@@ -148,8 +149,7 @@ class HostQueue:
 _host_ids = itertools.count(1)
 _POLL_INTERVAL = 20e-6  # seconds; short compared with any transfer, and the core is free in between
 # A wait for a `blocking` event polls for this time and then sleeps. A thread that sleeps in the driver wakes 0.13 to
-# 0.27 ms late; a polling thread is 0.03 to 0.06 ms late (H200 in a virtual machine, 2026-11-15). Only short transfers
-# gain from this.
+# 0.27 ms late; a polling thread is 0.03 to 0.06 ms late (H200 in a virtual machine, 2026-11-15).
 _POLL_SECONDS = 3e-3
 LEGACY_DEFAULT_HANDLES = (0, 1)  # torch's default stream, and CU_STREAM_LEGACY: both are the legacy default stream
 
@@ -250,7 +250,7 @@ class Event:
     __slots__ = ("_blocking", "_native", "_on_device", "_timing")
 
     def __init__(self, *, timing: bool = False, blocking: bool = False) -> None:
-        """`timing` allows elapsed(). With `blocking`, long waits for a CUDA event on the host sleep instead of spin."""
+        """`timing` allows elapsed(). With `blocking`, the host sleeps instead of spinning in long waits."""
         self._timing = timing
         self._blocking = blocking
         self._native: Any = None  # a HostMark or torch.cuda.Event, set by record()
@@ -295,7 +295,7 @@ class Event:
         return True
 
     def settle(self, *, polling: bool = True) -> None:
-        """Wait for the event without raising host errors. Polling a `blocking` event ends sooner, but takes the GIL."""
+        """Wait, but raise no errors of host tasks. For `blocking` events, `polling` is faster, but takes the GIL."""
         if self._on_device and not polling and self._native is not None:
             self._native.synchronize()
         elif self._on_device:

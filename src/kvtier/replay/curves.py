@@ -1,13 +1,14 @@
 """Compute exact hit rates for different cache sizes and policies.
 
-The cache has one tier of blocks and serves one request at a time. The full blocks before the first miss are hits.
+The cache has one tier and serves one request at a time. The full blocks of a request before its first miss are hits.
 
 lru       Stack distances yield the hits of all capacities that hold the longest request, because a cache of C blocks
           holds the C most recently used blocks. Within a request, the last block counts as the least recently used.
 optimum   The offline optimum evicts the block with the latest next use and does not keep a block without a next use.
           A running request takes slots for all its blocks, as in any engine. A request that exceeds the capacity takes
           only the slots of its hits, and adds no block.
-others    The real index is run once per policy and capacity. Smaller capacities of lru also use the real index.
+others    kvtier's index (RadixTree) is run once per policy and capacity. It is also used for lru if the capacity is
+          smaller than the longest request.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def optimum_hits(accesses: Accesses, capacity: int) -> int:
     A kept block occupies a slot from one use to the next. A running request occupies one slot per block, or only the
     slots of its hits if it exceeds the capacity. If there are too few slots, the kept block with the latest next use is
     evicted. The next use of a block is its position in the next request that uses it. Within a prefix, the last block
-    therefore has the latest next use and is evicted first. The kept blocks of a request are its leading blocks.
+    therefore has the latest next use and is evicted first.
     """
     following, starts = accesses.next_use().tolist(), accesses.starts.tolist()
     is_kept = bytearray(len(following) + 1)  # by position of the next use
@@ -193,7 +194,7 @@ def _hits(accesses: Accesses, policy: str, capacity: int) -> int:
 
 
 def index_hits(accesses: Accesses, capacity: int, policy: str, outcomes: Sequence[Outcome] | None = None) -> int:
-    """Return the hits of the real index. Requests larger than the pool are not cached.
+    """Return the hits of kvtier's index. Requests larger than the capacity are not cached.
 
     `outcomes` describe how the requests ended. By default, they come from the trace.
     """

@@ -30,11 +30,11 @@ class Routing(Enum):
 
     RANDOM = "random"
     PREFIX = "prefix"
-    """Skip overloaded replicas. Choose the least loaded of the other replicas that received the longest prefix."""
+    """Exclude overloaded replicas. Choose the replica that received the longest prefix; on a tie, the least loaded."""
 
 
 def scale_time(requests: Sequence[TraceRequest], factor: float) -> tuple[TraceRequest, ...]:
-    """Return the requests with arrival times, ends of sessions and expected times of return divided by `factor`."""
+    """Divide all times of the requests by `factor`: arrival, end of the session, expected return."""
     if not 0 < factor < float("inf"):
         raise RangeError(f"the factor must be finite and above 0, got {factor}")
 
@@ -74,8 +74,8 @@ def route(
 def _route_by_prefix(requests: Sequence[TraceRequest], num_replicas: int) -> list[int]:
     """Choose, for each request, the least loaded of the replicas that received the longest prefix of its prompt.
 
-    Replicas with more than `_SLACK` times the mean load are skipped first. The load of a replica is the number of
-    prompt tokens that it had to compute, assuming that it evicts nothing. The load decays over time.
+    Replicas with more than `_SLACK` times the mean load are excluded. The load of a replica is the number of prompt
+    tokens that it had to compute, assuming that it evicts nothing. The load decays over time.
     """
     numbers: dict[tuple[int, int], int] = {}
     sent: dict[int, int] = {}  # path number -> bit mask of the replicas that received the path
@@ -120,7 +120,7 @@ class Deployment:
     phases: int = 2
     """Number of steps in flight, 1 or 2, as EngineConfig.phases. The default is that of an engine on a GPU."""
     quantum: float = 0.05
-    """Steps are merged up to this total time in seconds (see StepCoalescer). 0 disables merging and is 10x slower."""
+    """Steps are merged up to this total time in seconds (see StepCoalescer). 0 disables merging and makes runs 10x slower."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -207,7 +207,7 @@ class Summary:
     prompt_tokens_per_second: float
     answer_tokens_per_second: float
     utilisation: float
-    """Share of the time in which the GPUs compute. Host time counts too, unless it overlaps with device time."""
+    """Share of the time in which the GPUs compute. If steps do not overlap (`phases` 1), host time is included."""
     links: list[LinkSummary]
     evictions: dict[str, int]
     duplicates_evicted: int

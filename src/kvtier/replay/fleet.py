@@ -57,7 +57,7 @@ class FleetConfig:
 
 @dataclass(frozen=True, slots=True)
 class FleetSummary:
-    """Result of one fleet. `hit_rate` is the number of cached blocks, divided by the number of full prompt blocks."""
+    """Result of one fleet. `hit_rate` is the number of hits, divided by the number of full prompt blocks."""
 
     num_requests: int
     hit_rate: float

@@ -169,7 +169,7 @@ class SimulatedWorker:
 
     @property
     def next_end(self) -> float:
-        """Time at which the next transfer ends if none is added. 0 if `poll` has results to return."""
+        """Time at which the next transfer ends if no transfer is added. 0 if `poll` has results to return."""
         if self._results or self._lookups:
             return 0.0
         return min(link.next_end for link in self.links.values())
@@ -204,7 +204,7 @@ class SimulatedWorker:
                 self._results.append(self._result(job, end))
 
     def _result(self, job: _Job, end: float) -> TransferResult:
-        # Like a real worker, report the time of a transfer without its wait in the queue. The cost model adds the wait.
+        # as in a real worker, the reported time of a transfer does not include its wait in the queue
         transfer, seconds = job.transfer, end - (end if job.began is None else job.began)
         if transfer.route is Route.HOST_TO_STORE:
             self.stores[transfer.target].write(split_keys(transfer.keys))

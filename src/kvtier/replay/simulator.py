@@ -40,7 +40,7 @@ class StepCoalescer:
 
     `host_cost` returns the part of a step's time in which the host prepares the step. This part overlaps with the
     previous step. `host_cost` is None if steps do not overlap. Merged steps overlap with each other, so each of them
-    takes as long as the longer of its parts, host and device.
+    takes as long as its host time or its device time, whichever is longer.
     """
 
     def __init__(self, scheduler: Scheduler, cost: StepCost, quantum: float, host_cost: StepCost | None) -> None:
@@ -85,7 +85,7 @@ class StepCoalescer:
         return host, self._cost(work) - host
 
     def share(self, done: float) -> float:
-        """Return when the fraction `done` of a step's prompts is computed, as a fraction of the step's time."""
+        """Return the share of a step's time after which the share `done` of its prompt tokens is computed."""
         return math.ceil(done * self.count) / self.count
 
     def _prompt_share(self) -> float:
@@ -258,8 +258,8 @@ class Simulator:
         tokens = traced.sequence(number)
         chain = Chain(self.manager.namespace, tokens[: max(1, traced.input_tokens)])
         num_new = max(1, traced.output_tokens)
-        # With two steps in flight, the engine schedules one more row before the last token is known. The result of this
-        # row is discarded. A limit of one more token makes the scheduler do the same here.
+        # With two steps in flight, the engine schedules one row too many if an answer ends before its limit.
+        # The result of this row is discarded. A limit of one more token makes the scheduler do the same here.
         is_stopped = self._phases > 1 and traced.finish_reason != "length"
         request = Request(str(number), chain, num_new + is_stopped, hints=traced.hints)
         paths = number_paths(traced.hash_ids if traced.has_answer else traced.prompt_ids, self._path_numbers)
@@ -267,7 +267,7 @@ class Simulator:
         self.scheduler.add(request, now)
 
     def _step(self) -> Step | None:
-        """Run one step and return it. If steps are in flight before a merged step, collect them and return None."""
+        """Run and return one step. Return None if a merged step must first collect the results of steps in flight."""
         self._take_reports()
         self._steps.choose(min(self._next_arrival, self._worker.next_end) - self._now)
         if self._steps.count > 1 and self._in_flight:
@@ -337,7 +337,7 @@ class Simulator:
         return RowResult(tuple(tokens) or (0,), finished=place + len(tokens) >= len(live.tokens))
 
     def _settle(self, step: Step, began: float) -> None:
-        """Set first-token times, as if the step computed one prompt after the other, and end finished requests."""
+        """End finished requests. Set first-token times as if the step computed its prompts one after another."""
         rows = [row for row in step.rows if row.request.id in self._live]  # without ended requests
         prompts = sum(row.num_tokens for row in rows if self._live[row.request.id].first_token_at is None)
         done = 0
