@@ -248,7 +248,7 @@ class KVLayout:
         return sum(group.block_bytes for group in self.groups) / self.block_tokens
 
     def describe(self) -> dict[str, object]:
-        """Return the layout as plain values. Layouts with equal descriptions store a block in the same form."""
+        """Return the layout as plain values. Layouts with equal descriptions store a block as the same bytes."""
         return {
             "block_tokens": self.block_tokens,
             "groups": [

@@ -18,8 +18,8 @@ because numpy calls dominate the planning time of a batch of a few hundred piece
 compiled equivalent in native.py. Instances of the dataclasses are never modified. The classes are not frozen, because
 creating a frozen instance takes 1.5 us instead of 0.4 us.
 
-The scope of an entry limits merging. Entries that were added in one `BatchCopy.group()`, or as one array, have the same
-scope (>= 0) and can merge with each other. Entries with the scope ALONE never merge. Without scopes, all entries can.
+Only entries with the same scope can merge. Entries that were added in one `BatchCopy.group()`, or as one array, share a
+scope (>= 0). Entries with the scope ALONE never merge. Without scopes, all entries can merge.
 """
 
 from __future__ import annotations

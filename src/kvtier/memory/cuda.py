@@ -254,7 +254,7 @@ def _self_test(call: BatchCall, placement: Placement) -> None:
     with torch.cuda.stream(stream.native):
         source = torch.arange(64, dtype=torch.uint8, device=placement.torch)
         target = torch.zeros_like(source)
-    crossed = np.array([[0, 32], [32, 0], [16, 16]])  # 16 bytes from 0 to 32, and 16 bytes from 32 to 0
+    crossed = np.array([[0, 32], [32, 0], [16, 16]])  # 16 bytes from offset 0 to 32, 16 bytes from 32 to 0
     bases = np.array([[source.data_ptr()], [target.data_ptr()], [0]])
     failed = call.submit(crossed + bases, stream)
     stream.synchronize()

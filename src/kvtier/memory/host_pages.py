@@ -72,7 +72,7 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every GPU's context
 
 
 def map_memory(nbytes: int, *, huge_pages: bool = True) -> mmap.mmap:
-    """Map anonymous memory. `huge_pages` advises the kernel to use huge pages. Pages become resident when they are touched."""
+    """Map anonymous memory. `huge_pages` requests huge pages. Pages become resident when they are touched."""
     try:
         mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

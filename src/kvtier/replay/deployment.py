@@ -118,9 +118,9 @@ class Deployment:
     max_rows: int = 256
     max_step_tokens: int = 8192
     phases: int = 2
-    """Number of steps in flight, 1 or 2, as EngineConfig.phases. The default is that of an engine on a GPU."""
+    """Number of steps in flight, 1 or 2, as in EngineConfig. The default is that of an engine on a GPU."""
     quantum: float = 0.05
-    """Steps are merged up to this total time in seconds (see StepCoalescer). 0 disables merging and makes runs 10x slower."""
+    """Steps are merged up to this total time in seconds (see StepCoalescer). 0 disables merging (10x slower)."""
     seed: int = 0
 
     def __post_init__(self) -> None:

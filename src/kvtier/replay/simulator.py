@@ -35,7 +35,7 @@ class StepCoalescer:
     """Simulates several steps as one, so that an hour of serving is simulated in a minute.
 
     Up to 64 steps that together take about `quantum` seconds become one step. Answers then grow by several tokens,
-    as with accepted drafts, and prompts advance by several chunks. Events during the step take effect at its end.
+    as with accepted draft tokens, and prompts advance by several chunks. Events during the step take effect at its end.
     If no prompt is left to compute, a step may last until the next event. With `quantum` 0, no steps are merged.
 
     `host_cost` returns the part of a step's time in which the host prepares the step. This part overlaps with the
