@@ -1,7 +1,7 @@
 """Random events on a manager with stores never cause a wrong block, a lost slot or a request that does not end.
 
-The tiers are dictionaries (cache_support.Worker). The target of a copy holds RUBBISH until the copy ends. Therefore, a
-block that is overwritten during a read, or read before it is written, has the wrong content.
+cache_support.Worker simulates the tiers with dictionaries. The target slots of a copy hold RUBBISH until the copy ends.
+Therefore, a block has the wrong content if it is read too early or overwritten too early.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ManagerMachine(RuleBasedStateMachine):
     """Runs requests and operator commands on one or two ranks while transfers fail and stores lose objects."""
 
     steps: ClassVar[Counter[str]] = Counter()
-    """Number of steps (key "steps") and number of tokens from each tier (key: its name), summed over all examples."""
+    """Sums over all examples: the number of steps under "steps", and the cached tokens of each tier under its name."""
 
     @initialize(
         num_blocks=st.sampled_from([7, 12, 24]),
@@ -136,9 +136,9 @@ class ManagerMachine(RuleBasedStateMachine):
     def chain(self, which) -> Chain:
         """Return the prompt that an item of PROMPTS describes.
 
-        It has token 1, repeated 8 * `system` times, then token 2 + `tail`, repeated 5 * `length` times, then token 7.
-        The kinds "t" and "a" set a tenant or an adapter. The kind "m" adds an image if the prompt has more than five
-        tokens.
+        The prompt begins with 8 * `system` times the token 1. Then come 5 * `length` times the token 2 + `tail`, and
+        one token 7. Kind "t" sets a tenant. Kind "a" sets an adapter. Kind "m" adds an image if the prompt has more
+        than five tokens.
         """
         system, tail, length, kind = which
         tokens = [*([1] * (8 * system)), *([2 + tail] * (5 * length)), 7]
@@ -186,7 +186,7 @@ class ManagerMachine(RuleBasedStateMachine):
     @rule(more=st.integers(0, 5))
     @precondition(lambda self: self.running)
     def compute(self, more):
-        """Compute the prompt of a request, or `more` further tokens if the prompt is already computed."""
+        """Compute the prompt of a random request. If the prompt is computed, append and compute `more` tokens."""
         lab, place = self.lab, self.random.randrange(len(self.running))
         allocation, is_computed = self.running[place]
         try:
@@ -324,7 +324,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if what == "vacate":
             self.lab.control.vacate(tier)
         else:
-            # the device never gets fewer than 7 blocks, the smallest size in `begin`
+            # the device has at least 7 blocks, as in `begin`
             self.lab.control.resize(tier, max(size, 7) if tier == "device" else size)
 
     # ---- invariants ------------------------------------------------------------------------------------------------

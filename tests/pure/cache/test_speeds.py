@@ -21,7 +21,8 @@ LOAD, FETCH = (Route.HOST_TO_DEVICE, ""), (Route.STORE_TO_HOST, "disk")
 def nonnegative_least_squares(samples: list[tuple[list[float], float]]) -> tuple[np.ndarray, float]:
     """Return the non-negative costs with the smallest weighted sum of squared errors, and this sum.
 
-    For every subset of the costs, set the other costs to 0 and solve without limits. Keep the best non-negative result.
+    Try every subset of the costs: set the other costs to 0, and solve the unconstrained problem for the subset. Keep
+    the best non-negative result.
     """
     weights = np.sqrt(DECAY ** np.arange(len(samples))[::-1])
     x = np.array([[1.0, *amounts] for amounts, _ in samples]) * weights[:, None]
@@ -92,9 +93,10 @@ def test_fit_without_samples_predicts_none():
 
 @pytest.mark.parametrize("count", [1, 50])
 def test_fit_to_equal_samples_predicts_lower_and_upper_bounds(count):
-    """All samples have the amounts (10, 50) and take 2 s. Three models, and all mixtures of them, fit these samples.
+    """All samples have the amounts (10, 50) and take 2 s. Three models fit these samples, and so do their mixtures.
 
-    Either a transfer costs 2 s, or a unit of the first amount costs 0.2 s, or a unit of the second amount costs 0.04 s.
+    The first model has a fixed cost of 2 s. The second model has a cost of 0.2 s per unit of the first amount, and the
+    third model has a cost of 0.04 s per unit of the second amount.
     """
     least, most = OnlineLeastSquares(2, min), OnlineLeastSquares(2, max)
     for fit in (least, most):
@@ -295,16 +297,16 @@ def test_cost_model_tries_slow_link_again():
 
 
 def test_each_trial_of_slow_link_allows_one_load():
-    """A trial must not make the model forget the samples before the trial.
+    """The link is too slow, but every 32nd decision is a trial, which loads in order to measure the link again.
 
-    With the trial as the only sample, the model would also allow loads of other numbers of blocks.
+    The model must keep the samples from before the trial. Otherwise, it would allow more loads after the trial.
     """
     model, link = CostModel(), (Route.STORE_TO_HOST, "disk")
     for count in (1, 4, 16, 64):
         model.observe_transfer(link, count, 1.0 + 0.01 * count)
         model.observe_compute(16 * count, 0.0, 0.1)
     loads = 0
-    for number in range(200):  # every 32nd decision is a trial, so there are six trials
+    for number in range(200):  # includes six trials
         count = (1, 4, 16, 64)[number // 8 % 4]
         if model.decide({link: count}, 0, 16 * count).load:
             loads += 1
@@ -327,7 +329,7 @@ def trial_decisions():
 def test_prediction_for_nearly_collinear_amounts_is_in_range(exponent):
     """The larger the exponent, the closer the amounts are to collinear.
 
-    Because of the noise, some costs would be negative if the fit allowed that.
+    A fit that allows negative costs would find some in these noisy samples.
     """
     random = np.random.default_rng(exponent)
     for in_doubt in (min, max):

@@ -1,7 +1,7 @@
-"""Shadows simulate a policy at several cache sizes, and GhostCache estimates hit rates.
+"""GhostCache estimates the hit rates of policies and cache sizes. It simulates each policy with a shadow.
 
-Exact shadows have the same hits as naive caches. Nearly all estimates differ from exact replays by at most their stated
-errors.
+The shadows of LRU and FIFO have the same hits as naive caches. Nearly all estimates differ from exact replays by at
+most their stated errors.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ SIZES = (1, 2, 3, 5, 8, 13)
 
 
 def paths() -> st.SearchStrategy[list[list[int]]]:
-    """Generate requests. Each request is a path from the root of a small tree, as a list of the marks of its nodes.
+    """Generate requests. Each request is the list of the marks on a path from the root of a small tree.
 
-    The mark of a node is a number that encodes the path to the node.
+    The mark of a tree node is a number that encodes the path to the node.
     """
     walk = st.lists(st.integers(0, 2), min_size=1, max_size=5)
     return st.lists(
@@ -45,8 +45,8 @@ def paths() -> st.SearchStrategy[list[list[int]]]:
 def naive_hits(requests: list[list[int]], grew: list[bool], size: int, *, fifo: bool) -> list[bool]:
     """Return one bool per mark of the requests: True if a cache of `size` marks holds the mark before the request.
 
-    `grew` has one value per request: True if the request adds blocks to the real cache. The other requests do not
-    change a FIFO cache.
+    `grew` has one bool per request: True if the request adds blocks to the cache. If not, the request does not change
+    a FIFO cache.
     """
     held: OrderedDict[int, None] = OrderedDict()
     found = []
@@ -198,7 +198,8 @@ def test_ghost_separates_tenants_adapters_and_media():
     def chain(**others: object) -> Chain:
         return Chain(namespace, tokens, **others)
 
-    # `other` evicts the first prompt from the shadow cache that has the size of the real cache
+    # All requests are misses of the real cache, so its shadow must have no hits either. Therefore, `other` evicts the
+    # first prompt from this shadow.
     other = Chain(namespace, tokens[::-1])
     assert large_cache_hit_rate([chain(), other, chain()]) == pytest.approx(1 / 3, abs=0.03)
     assert large_cache_hit_rate([chain(salt=b"a"), other, chain(salt=b"a")]) == pytest.approx(1 / 3, abs=0.03)
@@ -241,7 +242,7 @@ def test_ghost_memory_is_bounded():
         ghost.curve()
         return reachable_bytes(ghost)
 
-    # two runs, because the size depends on the number of requests since the last fit and therefore alternates
+    # Use the maximum of two runs, because the memory varies with the number of requests since the last fit.
     before = max(run(0), run(100_000))
     assert max(run(200_000), run(300_000)) - before < 20_000
 
@@ -249,8 +250,7 @@ def test_ghost_memory_is_bounded():
 def reachable_bytes(root: object) -> int:
     """Return the size in bytes of `root` and all objects reachable from it, except classes, modules and functions.
 
-    Unlike the figures of tracemalloc, the result does not depend on code that ran before. CPython reuses freed tuples,
-    and tracemalloc counts a reused tuple for the line that first allocated it.
+    Unlike the figures of tracemalloc, the result does not depend on code that ran before.
     """
     seen: dict[int, object] = {}
     found = [root]

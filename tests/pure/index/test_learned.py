@@ -1,6 +1,6 @@
-"""The learned policy evicts like LRU before its first fit, and for some time after each alarm of its guard.
+"""The learned policy evicts like LRU before its first fit. Then it evicts the block with the lowest value.
 
-Otherwise, it evicts the block with the lowest value.
+After each alarm of LRUGuard, the policy evicts like LRU for some time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OUTCOMES = [
 
 
 def blocks_of(tree):
-    """Yield the domain, position and path of each block, however the tree splits the blocks into nodes."""
+    """Yield the domain, position and path of each block. The split of the tree into nodes does not matter."""
     for node in tree.nodes():
         path = b"".join(bytes(above.labels) for above in [*node.upwards()][::-1])
         for block in range(node.start, node.stop):
@@ -148,11 +148,10 @@ def test_learned_heaps_stay_small_under_repeated_use():
     ids=["victim in class 1", "class 0, above lowest value of class 1", "class 0, below all values of class 1"],
 )
 def test_learned_heaps_stay_small_while_victim_stays(cell, value, age):
-    """Two old nodes stay offered. Younger nodes of class 1 are offered and withdrawn in turn.
+    """Two nodes stay offered as candidates, while other nodes of class 1 are offered and withdrawn one by one.
 
-    After each withdrawal, the victim is the second old node, whose class is `cell`. If `cell` is 0, this node is the
-    victim even while a younger node is offered. The values of class 1 rise with age. Class 0 has the constant value
-    `value`. `age` is the age of each younger node when it is offered.
+    After each withdrawal, the victim is the second of the two nodes. Its class is `cell`. The values of class 1 rise
+    with age. Class 0 has the constant value `value`. `age` is the age of each other node when it is offered.
     """
     tracker = ReuseTracker(100)
     values = np.array([np.full(NUM_BUCKETS, value), np.linspace(0.1, 0.9, NUM_BUCKETS)])
@@ -174,8 +173,9 @@ def test_learned_heaps_stay_small_while_victim_stays(cell, value, age):
             assert policy.victim() is victim
         policy.withdraw(younger)
         assert policy.victim() is victim
-    # the limits in learned.py for 2 classes, and 2 or 3 candidates
+    # the limit in `Learned.victim` for 2 classes and 2 candidates
     assert max(len(policy._by_value), len(policy._timers)) <= 64 + 4 * 2 + 2 * 2
+    # the limit in `Learned.offer` for 3 candidates
     assert all(len(queue.young) <= 64 + 2 * 3 for queue in policy._queues.values())
 
 
@@ -296,7 +296,10 @@ def test_evicted_blocks_count_as_hits_of_simulated_lru():
 
 
 def test_age_of_forgotten_touch_ends_at_its_replacement():
-    """A touch is forgotten when NUM_TOUCHES newer touches exist. Its age ends at the start of the newest touch."""
+    """A touch is one use of a run of blocks. The log keeps NUM_TOUCHES touches and forgets the oldest for a new one.
+
+    The age of the forgotten touch ends at the start of the new touch.
+    """
     log = TouchLog(TrackerState(capacity=10**9))
     for number in range(NUM_TOUCHES + 2):
         first, log.state.now = len(log.started), float(number)
@@ -374,8 +377,8 @@ def test_hints_with_negative_or_infinite_seconds_raise():
 def hits_of_tenants(hint_of_second) -> list[int]:
     """Serve the conversations of two tenants from one cache. Return the number of hits of each tenant.
 
-    Only the second tenant sends hints. `hint_of_second` contains two probabilities of the hint session_over: the first
-    for all requests except the last of a session, and the second for the last request.
+    Only the second tenant sends hints. `hint_of_second[True]` is the probability of the hint session_over in the last
+    request of a session. `hint_of_second[False]` is this probability for each earlier request.
     """
     chats = [list(generate(SyntheticTrace(sessions=600, agent_share=0.0, seed=seed))) for seed in (1, 2)]
     merged = sorted((each.timestamp_ms, who, number) for who in (0, 1) for number, each in enumerate(chats[who]))

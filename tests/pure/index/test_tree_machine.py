@@ -46,7 +46,7 @@ from kvtier.index.check import check_tree
 
 SOAK = int(os.environ.get("KVTIER_SOAK", "1"))
 STEPS = 50
-# maps a state in Residency.states to the state and the number of readers in the model
+# maps each number in Residency.states to (state, number of readers), as in the model
 STATES = {1: ("writing", 0), **{2 + n: ("ready", n) for n in range(254)}}
 REVISIONS = ("a", "b")
 MOST_TOKENS = 13
@@ -214,9 +214,9 @@ class Machine(RuleBasedStateMachine):
         assert (num_new, num_duplicate) == self.model.publish(holder, num_tokens, self.now)
 
     def do_release(self, pair: LeasePair, used: bool) -> None:
-        # Set `used` if the lease has a TTL or a priority and has added blocks that are still unused. Before their first
-        # use, these blocks can have different TTLs and priorities in the tree and in the model. An engine always sets
-        # `used` for a request that has published blocks.
+        # Before the first use of a new block, its TTL and priority in the tree can differ from those in the model.
+        # Therefore, if a lease with a TTL or a priority has unused new blocks, set `used`. An engine always sets `used`
+        # for a request that has published blocks.
         used = used or (pair.holder.has_unused_blocks and (pair.holder.ttl != math.inf or pair.holder.priority != 0))
         self.tree.release(pair.lease, used=used, now=self.now)
         self.model.release(pair.holder, used, self.now)
@@ -300,9 +300,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, max_tokens=st.integers(1, 2))
     def match_within(self, which, max_tokens):
-        """Match the tokens after a leased path with the start of a block.
+        """Match the tokens that follow a leased path with the first tokens of each block below this path.
 
-        The match must be the longest one, unless the tree skips nodes because of media.
+        The result must be the longest match, unless the tree skips nodes with media.
         """
         pair = self.open[which % len(self.open)]
         spec, end = pair.holder.spec, pair.holder.end
@@ -523,10 +523,10 @@ class TieredMachine(Machine):
 
     @rule(tier=st.integers(0, 1), n=st.integers(0, 6))
     def look_ahead(self, tier, n):
-        """Choose the next victims of a tier.
+        """Choose the next victims of a tier. If the tier has no quotas, check the choice.
 
-        Without quotas, compare each new victim that is a leaf with each leaf that was not chosen. The priority of the
-        victim must not be higher. With LRU and equal priorities, the victim must not have been used later.
+        A leaf that is not chosen must not have a lower priority than a newly chosen leaf. With LRU and equal
+        priorities, its last use must not be earlier than that of the newly chosen leaf.
         """
         if not self.model.exclusive:
             return
@@ -628,7 +628,7 @@ class TieredMachine(Machine):
 
 
 def observed(tree: RadixTree, names: dict | None = None) -> dict:
-    """Return slot, state and number of readers of every block copy in the tree, by (domain, prefix) and tier.
+    """Return (slot, state, number of readers) of every block copy in the tree, by (domain, prefix) and tier.
 
     If `names` is given, add the (domain, prefix) of each block to `names[node]`.
     """

@@ -69,7 +69,7 @@ def test_prompt_is_chunked_while_next_request_queues():
 
 
 def test_probe_report_is_applied_before_next_arrival():
-    """The first step probes the disk, and the request waits for the report.
+    """The first request waits for the report of a probe, which looks up the blocks of this request on the disk.
 
     The simulator must apply the report at once, long before the next request arrives at 10,000 s.
     """
@@ -220,7 +220,7 @@ def test_oversized_request_is_refused_and_next_is_served():
 
 
 def test_time_stays_finite_if_the_last_event_is_a_refusal():
-    """The scheduler refuses the last request in a step without rows, and no event follows."""
+    """The scheduler refuses the last request in an empty step, and no event follows."""
     made = SyntheticTrace(sessions=4, turns=2, think_seconds=50, answer_tokens=1500, document_blocks=2, seed=4)
     ours = simulator(10, 20, 60, cost=lambda work: work.num_tokens / 64, early=True)
     run = ours.run(tuple(generate(made)))

@@ -43,7 +43,7 @@ def answer(created: Request) -> tuple[int, ...]:
 
 @dataclass
 class Expected:
-    """The expected progress of a request: tokens known, computed, and left to be generated."""
+    """The expected progress of a request, in tokens: `known` or `computed` so far, and `left` to be generated."""
 
     id: str
     known: int
@@ -510,7 +510,7 @@ def test_early_start_waits_while_other_request_has_work():
 
 
 def test_early_start_allocates_slots_for_all_tokens_of_step():
-    """Request "again" is admitted with 3 blocks. A step that computes 5 tokens of this request needs 4 blocks."""
+    """Request "again" is admitted with 3 blocks. The step that computes its last 5 tokens needs a fourth block."""
     scheduler, device = with_blocks_on_host(starts_early=True)
     other = request(scheduler, "other", [2] * 7, 9)
     created = request(scheduler, "again", [1] * 8 + [3] * 5, 2)

@@ -36,7 +36,7 @@ from storage_support import (
 
 MAX_BYTES = 1 << 20
 SMALL = {"segment_bytes": 128 << 10, "min_free_bytes": 0, "num_threads": 2}
-SLOT_BYTES = 8192  # size of the slot of an object of 5000 bytes, the default size in `put`
+SLOT_BYTES = 8192  # slot size for objects of 5000 bytes, which `put` writes by default
 # Places of the first two records in the table of a segment.
 FIRST, SECOND = (slice(at, at + RECORD_BYTES) for at in (SUPERBLOCK_BYTES, SUPERBLOCK_BYTES + RECORD_BYTES))
 
@@ -618,7 +618,6 @@ def test_store_uses_page_cache_if_read_or_write_is_refused(open_store):
 
 @pytest.mark.parametrize("nbytes", [4000, 4096, 8192])
 def test_payload_in_pieces_with_token_ids_is_read_back(open_store, nbytes):
-    """The store copies the pieces into one buffer, and the token ids into the last page."""
     store = open_store(files=SimulatedDisk())
     label = Label.of(NAMESPACE, b"token ids", keep_ids=True)
     content = memoryview(payload_of(1, nbytes))
@@ -646,7 +645,7 @@ def test_failed_write_frees_its_space_and_store_works(open_store, operation):
     assert has(store, 1, 2) == [True, False]
     assert put(store, 2, nbytes=20_000).ok
     assert (get(store, 1)[1], get(store, 2, 20_000)[1]) == (payload_of(1), payload_of(2, 20_000))
-    if operation != "write":  # if a record could not be erased, its slot stays unused until a restart
+    if operation != "write":  # if writes fail, the record is not erased, and its slot stays unused until a restart
         check_disk(store)
     store = open_store(files=disk)
     check_disk(store)
@@ -778,9 +777,9 @@ def test_consecutive_errors_open_breaker(open_store):
 
 
 def test_slot_is_not_overwritten_while_it_is_read(open_store):
-    """During the read, the object is replaced and removed, and other objects fill the store.
+    """While an object is read, it is replaced and removed, and other objects fill the store.
 
-    The slot must not be reused before the read ends.
+    The slot of the object must not be reused before the read ends.
     """
     disk, reading, resume = SimulatedDisk(), threading.Event(), threading.Event()
     store = open_store(200 << 10, files=disk, num_threads=4)
@@ -869,7 +868,7 @@ def test_removal_waits_until_older_record_is_erased(open_store, how):
 
     remover = threading.Thread(target=remove)
     remover.start()
-    # If the removal is reported too early, the power fails at this moment, and only synced data remains.
+    # If the removal is reported too early, simulate a power failure that keeps only synced data.
     disk_after_crash = disk.after_crash(lambda: False) if reported.wait(0.5) else None
     resume.set()
     writer.join()
