@@ -1,4 +1,4 @@
-"""A simulated device for tests of the scheduler. For each row, it checks that the slots contain the right KV."""
+"""A simulated device for tests of the scheduler. For each row, the device checks that the slots hold the right KV."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORTHLESS = RowResult((77,), finished=True)
 
 
 class Inputs(NamedTuple):
-    """Inputs of a row as the host sends them. They lack a token that a step in flight has not sampled yet."""
+    """Inputs of a row as the host sends them. A token that a step in flight has not sampled yet is missing."""
 
     tokens: tuple[int, ...]
     draft: tuple[int, ...]
@@ -32,8 +32,8 @@ class Inputs(NamedTuple):
 class Device:
     """Simulated memory and model.
 
-    `kv` and `host` map (slot, offset) to a prefix of a sequence. The place contains the KV of the prefix's last token.
-    `move` executes transfers. Until a transfer succeeds, its target slots contain the mark "rubbish".
+    `kv` and `host` map a place (slot, offset) to a token sequence. The place contains the KV of the sequence's last
+    token. `move` executes transfers. Until a transfer succeeds, its target slots contain the mark "rubbish".
     """
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Device:
             known += (self.sampled[request.id],)
         assert row.first < len(known)
         tokens = known + sent.draft
-        for position in range(row.first):  # the KV of all earlier positions must belong to this prefix
+        for position in range(row.first):  # all earlier positions must contain the KV of `tokens`
             assert self.kv[table[position // BLOCK], position % BLOCK] == tokens[: position + 1]
         for position in range(row.first, row.stop):
             self.kv[table[position // BLOCK], position % BLOCK] = tokens[: position + 1]
@@ -218,9 +218,9 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
         if row.request not in ran:
             ahead = limits.lookahead_tokens if row.wants_token else 0
             if row.request.allocation.copy is None:
-                # The manager can give up a partial hit when slots are short. Then the row stops up to BLOCK - 1 tokens
-                # earlier, but the request keeps its slots. As this cannot be detected here, every request without a
-                # copy may have slots for BLOCK - 1 more tokens.
+                # A hit that ends inside a block needs a copy. When slots are short, the manager can give up such a
+                # hit. Then the row stops up to BLOCK - 1 tokens earlier, but the request keeps its slots. This check
+                # cannot detect that case, so it allows slots for BLOCK - 1 more tokens without a copy.
                 ahead += BLOCK - 1
             assert len(row.request.allocation.table) <= -(-(row.stop + ahead) // BLOCK), (
                 "a new request has more slots than the step needs"

@@ -90,7 +90,7 @@ class Victim:
         self.num_stored = 0
 
     def kill_after(self, num_lines: int, spin_ns: int, seed: int, sync: Sync) -> None:
-        """Start a writer. Read at least `num_lines` lines, wait `spin_ns` ns, kill the writer, read its last lines."""
+        """Start a writer. Read at least `num_lines` lines, wait `spin_ns` ns, kill the writer, and read the rest."""
         print("go", seed, sync.value, file=self._process.stdin, flush=True)
         word, pid = self._process.stdout.readline().split()
         while word != "pid":  # the first lines of the writer can arrive before the line of the parent
@@ -106,7 +106,7 @@ class Victim:
             self._take(*line)
 
     def inspect(self) -> Damage:
-        """Open the store and read all objects. Set `possible` to the versions that were read, or to None."""
+        """Open the store and read all objects. Then `possible` contains what was read."""
         store = self.workload.open(self.folder)
         lost = corrupt = found = 0
         for number, possible in self.possible.items():

@@ -46,8 +46,8 @@ class PowerFailure:
     """Runs store calls on a simulated disk. The power fails before disk operation `at`, or when `fail` is called.
 
     Disk operations are numbered from 1, so with at=0 the power fails only when `fail` is called. `left` is the disk
-    after the failure, and None before. If the last change of an object was reported as durable, `durable` maps its
-    number to its version, or to None if the object was removed. Evicted objects are not in `durable`.
+    after the failure, and None before. `durable` contains the objects whose last change was reported as durable. It
+    maps the number of each object to its version, or to None after a removal. Evicted objects are not in `durable`.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ class Worker:
 
     def _check(self, outcomes: tuple[ObjectResult, ...], allowed: set[ObjectStatus], call: str) -> None:
         for outcome in outcomes:
-            # A write may fail in the workload "full", because objects that other calls use cannot be evicted.
+            # In the workload "full", a write may fail, because objects that other calls use cannot be evicted.
             is_full = self._is_full and "no room" in outcome.reason
             if outcome.status not in allowed and not is_full:
                 self.say("wrong", call, outcome.status, outcome.reason)
@@ -171,7 +171,7 @@ class Crowd:
 
     @property
     def owner(self) -> int:
-        """Process id of the owner of the folder, or 0 if the file LOCK is missing or empty."""
+        """Id of the process that owns the folder and assigns the slots, or 0 if the file LOCK is missing or empty."""
         try:
             return int((self.folder / "LOCK").read_text() or 0)
         except FileNotFoundError:

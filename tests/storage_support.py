@@ -141,8 +141,8 @@ class Fault:
 class FaultyStore:
     """A MemoryStore that applies the faults in the given order, one to each call.
 
-    A hang advances the clock by the timeout of the call. In `scan`, an error or a hang fails the call and leaves the
-    clock unchanged, and other faults have no effect.
+    A hang advances the clock by the timeout of the call, except in `scan`. Faults that damage objects have no effect in
+    `scan`.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class FaultyStore:
 
 @dataclass
 class Node:
-    """A file with its durable content, its current content, and the writes and allocations since the last sync."""
+    """A simulated file: durable content, current content, and changes since the last sync."""
 
     durable: bytearray = field(default_factory=bytearray)
     current: bytearray = field(default_factory=bytearray)

@@ -254,7 +254,7 @@ class TiersMachine(RuleBasedStateMachine):
     def operate(self, what, which, longer):
         """Run an operation. `reset` clears the stores if `longer` < 2.
 
-        `forget` is a reset that keeps the stores. It is listed three times, so that it is frequent.
+        `forget` is a reset that keeps the stores. It is listed three times in the rule, so that it is frequent.
         """
         prompt = self.prompt(which, longer)
         if what in ("demote", "drop", "prefetch"):
@@ -318,8 +318,7 @@ class TiersMachine(RuleBasedStateMachine):
 def run(machine: type[TiersMachine], examples: int, tiers: tuple[str, ...] = ("device", "host", "disk")) -> None:
     """Run a machine. Check that the examples had at least 40 steps on average and that every tier had hits.
 
-    Examples are random, so a tier may have no hits by chance. In this case, run the machine again, up to three
-    runs in all.
+    Examples are random, so a tier may have no hits by chance. Therefore, run the machine up to three times.
     """
     limits = settings(
         max_examples=examples * SOAK,

@@ -1,7 +1,7 @@
 """A real vLLM engine in a separate process. The module vllm_support starts and controls the process.
 
-Importing vLLM takes 10 s. Therefore a template process imports vLLM once, and each engine is a fork of the template
-and is ready in about a second. With `executor="mp"`, the engine starts a core process and workers, as in production.
+Importing vLLM takes 10 s. Therefore, a template process imports vLLM once. Each engine is a fork of the template, and
+is ready in about a second. With `executor="mp"`, the engine starts a core process and workers, as in production.
 
     python -m vllm_driver ADDRESS
 """
@@ -298,7 +298,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Run under the real module name, so that functions and classes pickled by the test are found here.
+    # Run under the real module name, so that pickle finds the functions and classes that tests send.
     import vllm_driver
 
     vllm_driver.main()

@@ -30,7 +30,7 @@ class Ledger:
         self._done: dict[str, int] = {}
         """Request -> number of leading blocks that need not be recorded as computed.
 
-        These are local hits, loaded blocks (which are compared through `_loads`), and blocks already recorded.
+        These are local hits, loaded blocks, and blocks already recorded.
         """
         self._failed: set[int] = set()
         self.num_compared = 0
@@ -129,16 +129,16 @@ def num_compared_blocks(driver: Driver) -> int:
 
 
 FREED, UNWRITTEN = float("nan"), 1e30
-"""Poison for free blocks, and poison for blocks that a request has but has not computed. UNWRITTEN is not NaN, because
-vLLM's CPU attention multiplies the values after the end of a sequence by 0, and NaN * 0 is NaN."""
+"""FREED is the poison for free blocks. UNWRITTEN is the poison for newly assigned blocks. It is not NaN, because vLLM's
+CPU attention multiplies the values after the end of a sequence by 0, and NaN * 0 is NaN."""
 
 
 def poison_free_blocks(driver: Driver) -> None:
     """Fill each device block with poison when vLLM discards its content.
 
     vLLM discards the content when it frees a block that is not in the prefix cache, and when it assigns a block to a
-    request. A save that holds no reference to its block saves poison. A request that runs before its load has ended
-    reads poison.
+    request. Therefore, a save that holds no reference to its block saves poison. A request that runs before its load
+    has ended reads poison.
     """
     pool = driver.pool
     free, get = pool.free_blocks, pool.get_new_blocks
@@ -381,7 +381,7 @@ def _faults() -> Any:
 
 
 def save_after_reuse(driver: Driver, prompt: Sequence[int], others: Sequence[Sequence[int]]) -> None:
-    """Run a request, then others that reuse the free device blocks. Block all saves until the last request ends."""
+    """Run a request, then others that reuse the free device blocks. No save runs until the last request ends."""
     faults = _faults()
     faults.saves_may_run.clear()
     for each in (prompt, *others):
@@ -536,7 +536,7 @@ def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_exampl
     )
 
     def changed(pair: tuple[dict[str, Any], dict[str, Any]], keep: set[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the two requests. The second request gets the fields in `keep` from the first."""
+        """Return the pair of requests, but copy the fields in `keep` from the first request to the second."""
         return pair[0], {name: pair[name not in keep][name] for name in pair[0]}
 
     names = st.sets(st.sampled_from(["tokens", "salt", "lora", "media", "embeds"]), min_size=3)
@@ -559,7 +559,7 @@ def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_exampl
 
 
 def _request(hasher: Any, adapters: Sequence[str], **drawn: Any) -> Any:
-    """Return a vLLM Request. Leave out media that overlap or exceed the prompt, because vLLM never creates them."""
+    """Return a vLLM Request without drawn media that overlap other media or extend beyond the prompt."""
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams

@@ -3,9 +3,8 @@
     SteppedEngine      vLLM's EngineCore loop: schedule, execute, update, with one or two batches in flight
     SimulatedWorker    a rank: device and host memory, a memory store, and transfers that the test ends
 
-The KV of a position is a digest of the salt and of all tokens up to the position. In each step, every rank checks the
-KV of every position that it reads. If a load, a save or a block reference is wrong, the first read of a wrong position
-fails the test.
+The KV of a position is a digest of the salt and of all tokens up to the position. In each step, the test checks the KV
+of every position that a rank reads. Wrong loads, saves or block references thus fail the test at the first wrong read.
 """
 
 from __future__ import annotations
@@ -160,7 +159,7 @@ class SimulatedWorker:
         self._epoch = 0
 
     def begin_step(self, step: StepPlan) -> None:
-        """Start the loads of a step. The target blocks of a load are invalid until the load ends."""
+        """Start the loads of a step. The target blocks of a load contain garbage until the load ends."""
         if step.namespace:
             self._namespace = step.namespace
         for transfer in step.plan.transfers:
@@ -385,11 +384,10 @@ class SteppedEngine:
         return self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, preempts: bool = False, is_deep: bool = False) -> bool:
-        """Reset vLLM's prefix cache, and the connector if `is_deep`. With `preempts`, preempt running requests first.
+        """Reset vLLM's prefix cache, and the connector if `is_deep`. Return True if vLLM has reset its cache.
 
-        If the setup is not async, first finish all batches. `preempts` has no effect while vLLM cannot free all blocks.
-        This is the case while a batch is in flight, while the connector has work, while vLLM defers the release of
-        blocks, and while waiting requests hold blocks.
+        If the setup is not async, first finish all batches. With `preempts`, preempt running requests, except while a
+        batch is in flight or other work holds blocks.
         """
         while self.batches and not self.setup.is_async:
             self.execute()
@@ -411,7 +409,7 @@ class SteppedEngine:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def schedule(self) -> bool:
-        """Schedule a batch if there are requests and the queue of EngineCore has a free place.
+        """Schedule a batch, unless the queue of batches is full or vLLM has no requests.
 
         Return True if a batch was scheduled.
         """

@@ -94,7 +94,7 @@ def wait_until(condition, seconds=30):
 
 
 def error_of(response: bytes) -> tuple[int, str]:
-    """Return status and error code of a response. The response must have OpenAI's format and close the connection."""
+    """Return status and error code of a response, which must have OpenAI's format and the header connection: close."""
     head, _, body = response.partition(b"\r\n\r\n")
     assert b"\r\nconnection: close" in head, response
     error = json.loads(body)["error"]
@@ -155,8 +155,8 @@ def test_endless_head_is_rejected_with_bounded_memory(server, name):
     with Connection(server, first) as connection:
         assert connection.flood(piece)
         assert process.memory_info().rss - before < 16 * MEGABYTE
-    # Send about 256,000 bytes, which exceed every limit. The server reads up to 1 MiB after an error, so it reads all
-    # of these bytes. If it closed the connection before, a reset could destroy the response.
+    # About 256,000 bytes exceed every limit. The server reads up to 1 MiB after an error, so it reads all these bytes.
+    # Closing the connection with unread bytes would cause a reset, which could destroy the response.
     with Connection(server, first + piece * (256_000 // len(piece))) as connection:
         assert error_of(connection.receive_all()) == refusal
     assert server.get("/health").status_code == 200
@@ -375,7 +375,7 @@ class _Evictable:
 
 
 class TableMachine(RuleBasedStateMachine):
-    """Compares the table with a plain list.
+    """Compares a ConnectionTable with a plain list.
 
     The table evicts only idle connections. Of the idle connections of one address, the table evicts the connection that
     has been idle longest.

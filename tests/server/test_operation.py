@@ -652,5 +652,5 @@ def test_priority_does_not_change_order_between_tenants(start, tmp_path):
         answer.close()
         client.close()
     state = server.wait_for(drained, key="operator-key-key")
-    # `recent` lists the newest finished request first. The request with the higher priority finished later.
+    # `recent` lists the newest finished request first. `second` had the higher priority, but finished after `first`.
     assert [record["tenant"] for record in state["recent"]] == ["second", "first", "operator"]

@@ -1,6 +1,6 @@
 """Remote stores with faults of servers and networks. Reads never return wrong bytes, and calls end by their deadline.
 
-A store whose breaker is open sends no requests.
+A store whose circuit breaker is open sends no requests.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from store_proxy import Faults
 from store_servers import NotInstalled, redis_server, wait_for
 
 SHORT_S = 1.0  # deadline for calls to a server that hangs
-NUM_THREADS = 4  # threads of a store that Setup.store makes
+NUM_THREADS = 4  # number of threads of each store that Setup.store creates
 
 
 def check_read(store, number, nbytes=5000) -> ObjectResult:
@@ -263,8 +263,8 @@ def test_object_under_wrong_key_is_corrupt(setup, is_sealed):
 class OvertakenBucket:
     """A bucket that returns wrong values: the first `times` reads of name `n` return the value of name `wrong[n]`.
 
-    Mooncake does this if an object is removed during a read and another object reuses its memory. `event` is called
-    with the name after each such read.
+    Mooncake returns a wrong value if an object is removed during a read and another object reuses its memory. After
+    each wrong read, `event` is called with the name.
     """
 
     def __init__(self, bucket, wrong: dict[str, str], times: int, event: Callable[[str], object]) -> None:
@@ -329,7 +329,7 @@ def test_error_in_second_read_fails_only_suspect_objects(redis_port):
         setup.raw.set(name, flip(setup.raw.get(name), 5000))
         reset = store._bucket.reset
 
-        def die() -> None:  # called between the two reads of object 2
+        def die() -> None:  # `reset` is called between the two reads of object 2
             setup.proxy.set(Faults(refuses=1000))
             setup.proxy.drop()
             reset()

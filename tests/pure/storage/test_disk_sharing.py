@@ -1,4 +1,7 @@
-"""Several processes, or several stores of one process, share one folder."""
+"""Several processes, or several stores of one process, share one folder.
+
+The first store owns the folder. The other stores are its clients, and get slots from the owner through a socket.
+"""
 
 from __future__ import annotations
 
@@ -122,9 +125,9 @@ def test_segment_deleted_by_hand_fails_reads_of_client(stores, folder):
 
 
 def test_client_fails_with_reason_after_deletion_of_socket(folder):
-    """The owner still runs and keeps the folder locked, but without the socket the client cannot connect to the owner.
+    """Without the socket, the client cannot connect to the owner, which still runs and keeps the folder locked.
 
-    The client cannot take over the folder either. The write must fail instead of retrying until its deadline.
+    The write of the client must fail instead of retrying until its deadline.
     """
     owner = DiskStore(folder, MAX_BYTES, **SMALL)
     client = DiskStore(folder, MAX_BYTES, timeout_s=0.5, **SMALL)
@@ -306,7 +309,7 @@ class SlowFiles:
 
 
 def test_slot_of_lost_client_is_not_reused_while_it_writes(folder):
-    """While a client that lost its connection still writes to its slot, no other object may use the slot."""
+    """A client loses its connection while it writes to a slot. Until the write ends, the slot must not be reused."""
     owner = DiskStore(folder, 256 << 10, **SMALL)
     files = SlowFiles()
     client = DiskStore(folder, 256 << 10, files=files, **SMALL)
@@ -333,7 +336,7 @@ def test_slot_of_lost_client_is_not_reused_while_it_writes(folder):
 
 
 def test_object_overwritten_by_late_client_is_missing(folder):
-    """The only slot holds an object of another secret. A client of a killed owner overwrites this slot."""
+    """The only slot holds an object encrypted with another secret. A client of a killed owner overwrites the slot."""
     first = DiskStore(folder, 128 << 10, secret=bytes(32), **SMALL)
     assert put(first, 1, nbytes=70_000).ok
     first.close()
@@ -349,7 +352,7 @@ def test_object_overwritten_by_late_client_is_missing(folder):
     client._participant.client.close()
     late.join()
     owner.close()
-    table.write_bytes(content)  # restores the record, which a killed owner does not erase
+    table.write_bytes(content)  # restores the record, because a killed owner does not erase it
     taken_over = DiskStore(folder, 128 << 10, **settings)
     assert len(taken_over._participant.owned._late) == 1
     files.gate.set()
