@@ -250,7 +250,7 @@ class Crowd:
 
 
 def kill_crowd(crowd: Crowd, num_kills: int, rng: random.Random) -> None:
-    """Start a worker at every place. Then kill a worker and start another at its place, `num_kills` times.
+    """Start a worker at every place. Then, `num_kills` times, kill a worker and start another one at its place.
 
     Every second victim is the owner of the folder, if the owner is a worker.
     """

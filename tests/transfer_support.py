@@ -127,7 +127,7 @@ def run_in_thread(function):
 
 
 class SteppedMover:
-    """Executes copies for a TransferManager, each after a permit from the test. Records the host slots of each copy."""
+    """Executes copies for a TransferManager and records their host slots. Each copy waits for a permit of the test."""
 
     def __init__(self):
         self.permits, self.host, self.slots, self.jobs = threading.Semaphore(0), None, [], []

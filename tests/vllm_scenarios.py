@@ -434,7 +434,7 @@ def ask_and_store(driver: Driver, prompts: Sequence[Sequence[int]]) -> list[Answ
 
 
 def damage_host_memory(driver: Driver, *, waits_for_scrubber: bool) -> int:
-    """Overwrite every host block whose checksum the controller's Scrubber has. Return the number of blocks.
+    """Overwrite every host block whose checksum the controller's Scrubber has recorded. Return the number of blocks.
 
     With `waits_for_scrubber`, verify host memory until the Scrubber has found all overwritten blocks.
     """
@@ -559,7 +559,7 @@ def compare_keys_with_hashes(driver: Driver, adapters: Sequence[str], num_exampl
 
 
 def _request(hasher: Any, adapters: Sequence[str], **drawn: Any) -> Any:
-    """Return a vLLM Request without drawn media that overlap other media or extend beyond the prompt."""
+    """Return a vLLM Request. Skip media that overlap other media or extend beyond the prompt."""
     from vllm.lora.request import LoRARequest
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams

@@ -172,7 +172,7 @@ def test_stopped_engine_causes_503_and_is_killed_on_sigterm(start):
     process = psutil.Process(engine)
     stop_process(engine)
     server.process.send_signal(signal.SIGTERM)
-    # A responsive engine has 60 s to save the cache. SIGSTOP suspends this engine, so the server exits earlier.
+    # The server gives a responsive engine 60 s to save the cache. This engine is suspended, so it is killed earlier.
     assert server.process.wait(50) == 1
     process.wait(10)
 

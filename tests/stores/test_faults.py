@@ -322,7 +322,7 @@ def test_object_whose_repeated_read_is_wrong_is_deleted(setup):
 
 
 def test_error_in_second_read_fails_only_suspect_objects(redis_port):
-    with contextlib.closing(Setup("redis", redis_port)) as setup:  # Redis, because one request reads all objects
+    with contextlib.closing(Setup("redis", redis_port)) as setup:  # Redis reads all objects in one request
         store = overtaken_store(setup, {})
         put(store, 1, 2, 3)
         name = Envelope().name(key_of(2))

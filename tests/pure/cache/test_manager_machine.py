@@ -64,7 +64,7 @@ PROMPTS = st.sampled_from(
 
 
 class Mirror:
-    """Rebuilds the keys of every tier from the events of the index and of the stores."""
+    """Collects the keys of the blocks in every tier from the events of the index and of the stores."""
 
     def __init__(self) -> None:
         self.tiers: dict[str, set[bytes]] = {}
@@ -82,7 +82,7 @@ class Mirror:
             tier.update(keys)
 
     def check(self, manager: CacheManager) -> None:
-        """Compare the keys with the tree. For a store, the manager must know each key that the events report."""
+        """Compare the keys of the device and the host with the tree, and the keys of stores with the manager."""
         held: dict[str, set[bytes]] = {}
         for node in manager.tree.nodes():
             for tier, part in zip(manager.tree.tiers, node.held, strict=True):
@@ -129,7 +129,7 @@ class ManagerMachine(RuleBasedStateMachine):
         self.lab = Lab(num_blocks, host=host, stores=stores, num_ranks=num_ranks, listener=self.mirror, **options)
         self.loss = loss
         self.waiting: list[tuple[Chain, Prefetch]] = []
-        self.running: list[tuple[Allocation, bool]] = []  # True if the prompt is computed
+        self.running: list[tuple[Allocation, bool]] = []  # the bool is True if the prompt is computed
         self.pins: list[Lease] = []
         self.contents: dict[bytes, object] = {}
 
@@ -367,7 +367,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 def fields(config: StoreConfig):
-    """Return all fields except the name, in the order of the constructor."""
+    """Return all fields except the name, in the order of the constructor's parameters."""
     return (
         config.saving,
         config.wait,

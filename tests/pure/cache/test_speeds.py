@@ -14,7 +14,7 @@ from cache_support import BLOCK, Lab, disk, prompt
 from kvtier.cache.cost_model import CostModel, OnlineLeastSquares
 from kvtier.messages import Route
 
-DECAY = 1 - 1 / 40  # per sample, as in OnlineLeastSquares
+DECAY = 1 - 1 / 40  # each new sample multiplies the weights of older samples by this factor, as in OnlineLeastSquares
 LOAD, FETCH = (Route.HOST_TO_DEVICE, ""), (Route.STORE_TO_HOST, "disk")
 
 
@@ -179,7 +179,7 @@ class Machine:
         self.latency, self.model = latency, CostModel()
 
     def steps(self, first: int, stop: int):
-        """Yield (tokens, attended tokens, seconds) for each step of at most 512 tokens."""
+        """Compute tokens `first` to `stop` in steps of up to 512. Yield (tokens, attended tokens, seconds) per step."""
         for begin in range(first, stop, 512):
             count = min(512, stop - begin)
             attended = count * (begin + count / 2)
@@ -327,9 +327,9 @@ def trial_decisions():
 
 @pytest.mark.parametrize("exponent", range(1, 14))
 def test_prediction_for_nearly_collinear_amounts_is_in_range(exponent):
-    """The larger the exponent, the closer the amounts are to collinear.
+    """The larger the exponent, the more nearly collinear are the two amounts.
 
-    A fit that allows negative costs would find some in these noisy samples.
+    With these noisy samples, an unconstrained fit would find negative costs.
     """
     random = np.random.default_rng(exponent)
     for in_doubt in (min, max):

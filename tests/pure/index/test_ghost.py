@@ -184,7 +184,7 @@ def test_ghost_with_full_sampling_has_small_error(block_tokens):
 
 
 def large_cache_hit_rate(chains: list[Chain], capacity: int = 4) -> float:
-    """Return the estimated hit rate of a very large cache. Every request is recorded as a miss of the real cache."""
+    """Return the estimated hit rate of a very large cache. The real cache has `capacity` blocks and only misses."""
     ghost = GhostCache(512, capacity, capacities=[100_000], rate=1.0)
     for chain in chains:
         ghost.record(chain, 0)
@@ -198,8 +198,8 @@ def test_ghost_separates_tenants_adapters_and_media():
     def chain(**others: object) -> Chain:
         return Chain(namespace, tokens, **others)
 
-    # All requests are misses of the real cache, so its shadow must have no hits either. Therefore, `other` evicts the
-    # first prompt from this shadow.
+    # The real cache has no hits, so the shadow of its size must have none either. Therefore, `other` evicts the first
+    # prompt from this shadow.
     other = Chain(namespace, tokens[::-1])
     assert large_cache_hit_rate([chain(), other, chain()]) == pytest.approx(1 / 3, abs=0.03)
     assert large_cache_hit_rate([chain(salt=b"a"), other, chain(salt=b"a")]) == pytest.approx(1 / 3, abs=0.03)

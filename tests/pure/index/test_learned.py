@@ -86,7 +86,7 @@ def test_learned_with_same_requests_evicts_same_blocks():
 
 
 def fitted_tracker(rng) -> ReuseTracker:
-    """Return a tracker with four classes whose values fall with age, and four classes whose values rise with age."""
+    """Return a tracker with eight block classes. In four classes, values fall with age. In the others, values rise."""
     tracker = ReuseTracker(100)
     values = np.array([[rng.random() for _ in range(NUM_BUCKETS)] for _ in range(8)])
     values[:4] = -np.sort(-values[:4], 1)

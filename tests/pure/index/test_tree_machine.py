@@ -300,7 +300,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, max_tokens=st.integers(1, 2))
     def match_within(self, which, max_tokens):
-        """Match the tokens that follow a leased path with the first tokens of each block below this path.
+        """Match the tokens that follow a leased path with the first tokens of each next block in the tree.
 
         The result must be the longest match, unless the tree skips nodes with media.
         """
@@ -656,7 +656,10 @@ def num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def parse_extras(extras: bytes) -> tuple:
-    """Parse extras into media items. Each position and each digest is preceded by its length."""
+    """Parse extras into media items (first, count, digest).
+
+    The bytes contain b"first,count" and the digest of each item, each after its length.
+    """
     parts = []
     while extras:
         size = int.from_bytes(extras[:8], "little")

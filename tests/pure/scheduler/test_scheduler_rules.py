@@ -608,7 +608,7 @@ def test_step_with_preemption_admits_no_request():
 
 
 def test_prefetch_is_released_only_for_quota_of_its_own_tenant():
-    """A request of each tenant waits for two store blocks and leases two device blocks.
+    """One request of each tenant waits for two store blocks and leases two device blocks.
 
     Then another request of tenant a needs the whole quota of the tenant.
     """
