@@ -1,13 +1,13 @@
 """Read traces of served requests. A trace contains lengths, times and shared prefixes, but no text.
 
-There are two formats with one JSON object per line, in plain, .gz or .zst files:
+Each line of a plain, .gz or .zst file is a JSON object. There are two formats for requests:
 
     Mooncake's    {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ..]}
     kvtier's log  {"event": "request", "arrival": 27.482, "block_tokens": 16, "prompt_tokens": 6955,
-                   "answer_tokens": 52, "keys": ["9f86d081884c7d65", ..]}                       see recorder.py
+                   "answer_tokens": 52, "keys": ["9f86d081884c7d65", ..]}
 
-A request of either format may have `finish_reason`, `session_id`, `session_over` and `expects_return_seconds`. A line
-{"event": "close", "time": 35.0, "session_id": ".."} ends a session. The learned eviction policy uses these fields.
+The learned eviction policy uses the optional fields `finish_reason`, `session_id`, `session_over` and
+`expects_return_seconds`. A line {"event": "close", "time": 35.0, "session_id": ".."} marks the end of a session.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvtier.index import NO_HINTS, Hints, Outcome
 TRACE_BLOCK_TOKENS = 512  # block size of Mooncake's format
 MAX_TOKEN = 2**31 - 1
 OTHER_EVENTS = ("start", "add", "step", "report", "update", "fail", "cancel", "discard")
-"""Other events in the logs of recorder.py and benchmarks/step_recorder.py. They are skipped."""
+"""Other events that recorder.py and benchmarks/step_recorder.py write to logs. They are skipped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,11 @@ class TraceRequest:
     input_tokens: int
     output_tokens: int
     hash_ids: tuple[int, ...]
-    """One id per block; the last block may be partial. Requests whose first n ids are equal share n blocks."""
+    """One id per block. If the first n ids of two requests are equal, their first n blocks are equal."""
     block_tokens: int = TRACE_BLOCK_TOKENS
     has_answer: bool = False
-    """True if all full blocks of prompt and answer have ids (kvtier's log). False if only the blocks of the prompt have
-    ids, and the last of these blocks may be partial (Mooncake's format)."""
+    """True (kvtier's log): `hash_ids` covers all full blocks of prompt and answer.
+    False (Mooncake's format): `hash_ids` covers only the prompt, and its last block may be partial."""
     finish_reason: str = ""
     hints: Hints = NO_HINTS
     closed_at_ms: float | None = None
@@ -60,16 +60,16 @@ class TraceRequest:
         return self.hash_ids[: self.input_tokens // self.block_tokens]
 
     def tokens(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Return the prompt as tokens. The tokens of block id h are h * block_tokens, h * block_tokens + 1, ..."""
+        """Return the prompt as tokens. A block with id h has the tokens h * block_tokens, h * block_tokens + 1, ..."""
         return self.sequence()[: self.input_tokens]
 
     def sequence(self, number: int = 0) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Return the tokens of prompt and answer. Tokens without a hash id are unique to request `number`."""
+        """Return the tokens of prompt and answer. Tokens outside the blocks with ids are unique to request `number`."""
         size = self.block_tokens
         ids = np.array(self.hash_ids, np.int64)[:, None] * size + np.arange(size)
         known = (ids & MAX_TOKEN).astype(np.int32).reshape(-1)
         num_tokens = self.input_tokens + self.output_tokens
-        if not self.has_answer:  # the last id covers the rest of the prompt, not the answer
+        if not self.has_answer:  # the last block may be partial: it ends with the prompt
             known = known[: self.input_tokens]
         rest = num_tokens - len(known)
         return np.append(known, np.full(rest, MAX_TOKEN - number, np.int32)) if rest else known
@@ -121,7 +121,7 @@ def read_trace(*paths: str | Path) -> Trace:
 
 
 def parse_line(line: bytes | str, names: dict[str, int] | None = None) -> TraceRequest | SessionClose | str | None:
-    """Parse a line: a request, the end of a session, or another event of kvtier's log (None).
+    """Return the request or the session end that a line contains. Return None for any other event of kvtier's log.
 
     If the line is invalid, return the reason as a string. `names` maps the keys in the log to numbers. Keys that are
     new in this line are added to `names`.
@@ -206,7 +206,7 @@ def _with_hints(request: TraceRequest, record: dict[str, Any]) -> TraceRequest |
 
 
 def _closed(requests: list[TraceRequest], closes: list[SessionClose]) -> list[TraceRequest]:
-    """For each close, set `closed_at_ms` in the last earlier request of the session. `requests` are sorted by time."""
+    """Set `closed_at_ms` in the last request of a session before each close. `requests` are sorted by time."""
     if not closes:
         return requests
     ends = [(request.timestamp_ms, 0, number) for number, request in enumerate(requests) if request.hints.session_id]
@@ -230,7 +230,7 @@ def _is_count(value: object) -> bool:
 
 
 def _renumbered(requests: list[TraceRequest]) -> list[TraceRequest]:
-    """Renumber the block ids if `sequence` would use the same token for a block and for tokens without a block id."""
+    """Renumber the block ids if `sequence` would use the same token inside and outside the blocks with ids."""
     highest = max((id for request in requests for id in request.hash_ids), default=0)
     if not requests or (highest + 1) * requests[0].block_tokens <= MAX_TOKEN - len(requests):
         return requests
@@ -266,7 +266,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _zstd_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of all frames. Raise EOFError for a truncated frame, which zstandard's own reader ignores."""
+    """Yield the lines of a file. Raise EOFError if a frame is truncated, which zstandard's own reader ignores."""
     try:
         import zstandard
     except ImportError as error:

@@ -1,12 +1,12 @@
 """ReplicaFeed: applies the KV events of one replica to a PlacementIndex.
 
-    LATE --batch 0 and all later batches, often from a replay--> LIVE        LATE is the initial state
-    LIVE --next batch------------------------------------------> LIVE
-    LIVE --later batch: the batches in between are missing-----> GAP
+    LATE --all batches from number 0 on------------------------> LIVE        LATE is the initial state
+    LIVE --batch with the next number--------------------------> LIVE
+    LIVE --batch with a higher number: batches are missing-----> GAP
     GAP  --replay of the missing batches-----------------------> LIVE
-    any  --`restart`, if the missing batches are unavailable---> LIVE        stays LATE if no batch was ever applied
+    any  --`restart` after at least one batch------------------> LIVE
     any  --newest batch, if its first event clears the index---> LIVE
-    any  --older number with a newer time: replica restarted---> LIVE if the number is 0, else LATE; index cleared
+    any  --lower number with a newer time: replica restarted---> LIVE if the number is 0, else LATE
 
 Batches are applied as they arrive, even if earlier batches are missing. The index is then approximate. A wrong entry
 can cost a cache hit, but it never changes an answer, because the replica looks up the prompt itself. A replay contains
@@ -42,7 +42,7 @@ class FeedState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EventBatch:
-    """One message of a publisher."""
+    """One message from the publisher of a replica's KV events."""
 
     number: int
     time: float
@@ -57,7 +57,7 @@ class ReplicaFeed:
         self.next_number = 0
         """Number of the first batch that has not arrived. Request a replay from this number unless the feed is LIVE."""
         self.num_malformed = 0
-        """Number of events that were skipped because this version cannot read them."""
+        """Number of skipped events: malformed or of an unknown type."""
         self._newest = 0  # number of the newest applied batch, plus 1
         self._time = -np.inf  # time of the newest batch
 
@@ -68,7 +68,7 @@ class ReplicaFeed:
         return FeedState.GAP if self.next_number else FeedState.LATE
 
     def apply(self, batch: EventBatch) -> FeedState:
-        """Apply a new batch or a batch of a replay. Ignore a batch that was already applied in order."""
+        """Apply a batch, new or from a replay. Ignore a batch before `next_number`, unless the replica restarted."""
         if batch.number < self.next_number:
             if batch.time <= self._time:
                 return self.state
@@ -83,7 +83,7 @@ class ReplicaFeed:
         return self.state
 
     def restart(self) -> FeedState:
-        """Forget the replica's blocks and continue with the next batch. Used if no replay has the missing batches.
+        """Forget the replica's blocks and continue with the next batch. Call this if the missing batches are lost.
 
         The index then lacks the replica's blocks until later events report them again.
         """
@@ -116,12 +116,12 @@ class ReplicaFeed:
 
 
 def _begins_anew(batch: EventBatch) -> bool:
-    """True if the first event clears the index. A publisher sends such a batch if it lacks the earlier batches."""
+    """True if the first event clears the index. A publisher that lost its earlier batches sends such a batch."""
     return bool(batch.events) and batch.events[0].get("type") == "AllBlocksCleared"
 
 
 def event_hashes(values: Sequence[int | bytes]) -> U64:
-    """Return the 64-bit hashes of an event. Hashes in bytes are shortened to their last 64 bits."""
+    """Return the block hashes of an event. Longer hashes are shortened to their last 64 bits."""
     found = []
     for value in values:
         if isinstance(value, bytes) and len(value) >= 8:

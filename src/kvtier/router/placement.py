@@ -3,11 +3,11 @@
 A hash table in numpy. Each bucket has 8 places. If the bucket of a block is full, the next bucket is tried.
 
     keys    [bucket, place]        64-bit hash of the block, 0 if the place is free
-    masks   [slot, tier, word]     slot = 8 * bucket + place; one bit per replica, or all bits (see `share`)
+    masks   [slot, tier, word]     slot = 8 * bucket + place; each word has the bits of 64 replicas
 
-A lookup compares all blocks of a prompt with the places of their buckets in one call, so that 512 blocks take about as
-long as 100. A dict of Python ints takes 110 bytes per block without the masks. With the masks of 64 replicas and four
-tiers, this table takes 62 to 87 bytes per block.
+A lookup compares all blocks of a prompt with the places of their buckets in one call of numpy, so that 512 blocks take
+about as long as 100. With masks for 64 replicas and four tiers, this table takes 62 to 87 bytes per block. A dict of
+Python ints would take 110 bytes per block even without masks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ I64 = np.ndarray[Any, np.dtype[np.int64]]
 Counts = np.ndarray[Any, np.dtype[np.int32]]
 
 _PLACES = 8  # places per bucket: one cache line of keys
-_MAX_LOAD = 0.65  # at this load about 10 % of the buckets overflow
+_MAX_LOAD = 0.65  # share of the places that may be in use; about 10 % of the buckets then overflow
 # The table is rebuilt if more than this share of the buckets is marked as overflowed. Only a rebuild clears the marks.
 _MAX_OVERFLOWED = 1 / 4
 _WORD = 64
@@ -46,7 +46,7 @@ def hashes_of(keys: bytes, key_bytes: int = 32) -> U64:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Result of a lookup: blocks and their slots. The slot of an unknown block is -1."""
+    """Result of a lookup: the hash and the slot of each block. The slot of an unknown block is -1."""
 
     hashes: U64
     slots: I64
@@ -132,9 +132,9 @@ class PlacementIndex:
             self._free(held)
 
     def match(self, blocks: U64 | Found) -> Counts:
-        """Count, for each replica, the leading blocks that it holds, by tier. Return an array [tiers, replicas].
+        """Count the leading blocks that each replica holds, by tier. Return an array [tier, replica].
 
-        A block that several tiers of a replica hold counts for the fastest of them.
+        If a replica holds a block in several tiers, the block counts only for the fastest of them.
         """
         counts = np.zeros((self.num_tiers, self.num_replicas), np.int32)
         slots = self._current(blocks).slots
@@ -156,7 +156,7 @@ class PlacementIndex:
         return counts
 
     def holds(self, replica: int, tier: int, blocks: U64 | Found) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Return for each block whether a replica holds it in a tier."""
+        """Return one bool per block: True if the replica holds the block in the tier."""
         word, bit = self._bit(replica, tier)
         slots = self._current(blocks).slots
         held: np.ndarray[Any, np.dtype[np.bool_]] = (slots >= 0) & ((self._masks[slots, tier, word] & bit) != 0)
@@ -205,7 +205,7 @@ class PlacementIndex:
         return replica // _WORD, _ONE << np.uint64(replica % _WORD)
 
     def _buckets(self, hashes: U64) -> I64:
-        """Scale the upper half of each mixed hash to a bucket. The number of buckets need not be a power of two."""
+        """Return the bucket of each block. The number of buckets need not be a power of two."""
         return ((hashes * _MIX >> _HALF) * np.uint64(len(self._keys)) >> _HALF).astype(np.int64)
 
     def _find(self, hashes: U64) -> I64:
@@ -227,9 +227,9 @@ class PlacementIndex:
         return slots
 
     def _compare(self, buckets: I64, hashes: U64) -> tuple[I64, I64]:
-        """Return the indices of the hashes that are in their bucket, and the place of each of them in the bucket."""
-        # Times for 512 blocks: 1.3 us with `take` and 4.7 us with indexing; 1.7 us for `nonzero` in one dimension and
-        # 9.1 us in two (EPYC, 2026-11-19).
+        """Return the indices of the hashes that are in their buckets, and the places of these hashes."""
+        # For 512 blocks, `take` takes 1.3 us, and indexing 4.7 us. `nonzero` takes 1.7 us in one dimension, and 9.1 us
+        # in two (EPYC, 2026-11-19).
         at = (self._keys.take(buckets, axis=0) == hashes[:, None]).ravel().nonzero()[0]
         return at // _PLACES, at % _PLACES
 
@@ -249,8 +249,8 @@ class PlacementIndex:
     def _place(self, hashes: U64) -> I64:
         """Write blocks into free places and return their slots.
 
-        All blocks write into the first free place of their buckets at once. If several blocks write into one place, the
-        last block gets the place and the others try again. Equal blocks get the same place.
+        Each round writes all remaining blocks at once, each into the first free place of its bucket. If several blocks
+        write into one place, the last block gets the place and the others try again. Equal blocks get the same place.
         """
         keys = self._keys.reshape(-1)
         buckets = self._buckets(hashes)
@@ -273,7 +273,7 @@ class PlacementIndex:
         return slots
 
     def _free(self, slots: I64) -> None:
-        """Remove those blocks in `slots` that no replica holds."""
+        """Remove the blocks in `slots`, except those that a replica still holds."""
         empty = slots[~self._masks[slots].any(axis=(1, 2))]
         if len(empty):
             self._keys.reshape(-1)[empty] = _ZERO
@@ -297,7 +297,7 @@ def _num_distinct(numbers: I64) -> int:
 def _count_bits(masks: U64) -> I64:
     """Return, for each bit, the number of rows of `masks` [row, word] in which the bit is set.
 
-    Every bit becomes a counter of 8 bits. Groups of 255 rows are added first, so that no counter overflows.
+    Every bit is expanded to a counter of 8 bits. At most 255 rows are added at once, so that no counter overflows.
     """
     bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").view(np.uint64)
     partial = np.add.reduceat(bits, np.arange(0, len(bits), 255), axis=0)
@@ -306,5 +306,5 @@ def _count_bits(masks: U64) -> I64:
 
 
 def as_hashes(values: Sequence[int]) -> U64:
-    """Return hashes of an event as an array."""
+    """Return hashes as an array."""
     return np.array(values, np.uint64)

@@ -1,10 +1,11 @@
 """Router: estimates the time to first token of a prompt on each replica, and chooses the fastest replica.
 
-    time = queue         computing the earlier prompts of the replica that have no token yet
-         + prefix        loading or computing the cached prefix, whichever is faster
-         + rest          computing the rest; duplicates cost extra, see RouterConfig.duplicate_cost
+    time = queue         computing earlier prompts that still wait for their first token on this replica
+         + prefix        loading or computing the cached prefix of the prompt, whichever is faster
+         + rest          computing the rest of the prompt
+         + duplicates    extra cost of tokens that another replica has cached, see RouterConfig.duplicate_cost
 
-Without events, only prompts in progress count as cached, so most requests go to the shortest queue.
+Without KV events, only the blocks of unfinished requests count as cached. Most requests then go to the shortest queue.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from kvtier.router.placement import U64, Counts, Found, PlacementIndex
 
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 
-# Costs that are used until a replica reports measurements. Only their ratios matter: loading a block from host memory
-# takes 5 % of the time to compute it, and loading it from a store 40 %.
+# Guessed costs, used where measurements are missing. A share is the time to load a block, from host memory or from a
+# store, divided by the time to compute the block.
 _TOKEN_SECONDS = 1e-4
 _TOKEN = 1  # row of token_seconds in Router._costs
 _HOST_SHARE, _STORE_SHARE = 0.05, 0.4
@@ -33,7 +34,7 @@ _HOST_SHARE, _STORE_SHARE = 0.05, 0.4
 
 @dataclass(frozen=True, slots=True)
 class ReplicaCosts:
-    """Costs of one replica, from a linear fit of its measurements. Blocks on the device cost nothing."""
+    """Estimated costs of one replica. Cached blocks on the device cost nothing."""
 
     step_seconds: float
     """Fixed time of a step."""
@@ -87,7 +88,7 @@ class ReplicaCosts:
 
 
 def median_costs(costs: Sequence[ReplicaCosts]) -> ReplicaCosts:
-    """Return the median of each cost. Replicas of one kind use the medians, so that one wrong fit has little effect."""
+    """Return the median of each cost. If all replicas use the medians, one wrong fit has little effect."""
     return ReplicaCosts(*(statistics.median(getattr(each, name) for each in costs) for name in ReplicaCosts.__slots__))
 
 
@@ -104,9 +105,9 @@ class RouterConfig:
     max_replicas: int = 64
     duplicate_cost: float = 1.0
     """Extra cost of computing a token that another replica has cached or will compute, as a share of the compute time.
-    The duplicate takes the slot of another block, which lowers the hit rate. Measured on 2026-11-18 with the
-    conversation trace and 16 replicas of 4,000 blocks: the values 0, 0.3, 1 and 3 gave hit rates of 0.352, 0.354, 0.356
-    and 0.361, and a median TTFT of 92, 93, 94 and 94 ms.
+    A duplicate block takes the slot of another block, which lowers the hit rate. With the conversation trace and 16
+    replicas of 4,000 blocks, a cost of 1.0 instead of 0.0 raised the hit rate from 0.352 to 0.356 and the median TTFT
+    from 92 to 94 ms (2026-11-18).
     """
 
     def __post_init__(self) -> None:
@@ -131,11 +132,11 @@ class RouteDecision:
     num_blocks: dict[str, int]
     """Tier -> number of leading blocks of the prompt on this replica. Blocks in "expected" are not cached yet."""
     expected: Found
-    """Blocks that the replica has not cached yet and computes for this request or an earlier request."""
+    """Blocks of the prompt that the replica has not cached yet, but computes for this or an earlier request."""
 
 
 class Router:
-    """Replicas, their blocks and their queues. All methods except `check` may change this state. Not thread-safe.
+    """Replicas, their blocks and their queues. Not thread-safe.
 
     The uncached blocks of a prompt count as `expected` on the chosen replica until the request ends. The replica is
     therefore preferred for prompts with the same prefix even before KV events report these blocks.
@@ -147,7 +148,7 @@ class Router:
         self.index = PlacementIndex(len(TIERS), size)
         self._names: list[str | None] = [None] * size
         self._feeds: dict[str, ReplicaFeed] = {}
-        self._queue: F64 = np.full(size, np.inf)  # inf: not available
+        self._queue: F64 = np.full(size, np.inf)  # in seconds; inf for numbers without a replica
         self._costs: F64 = np.zeros((5, size))
         self._num_new: F64 = np.zeros(size)  # uncached blocks that were sent to each replica, plus one per prompt
         self._num_decisions = 0
@@ -160,7 +161,7 @@ class Router:
         return tuple(self._feeds)
 
     def add(self, name: str, costs: ReplicaCosts | None = None) -> None:
-        """Add a replica that can take requests."""
+        """Add a replica. Without `costs`, its costs are guessed."""
         if name in self._feeds:
             raise ArgumentError(f"replica {name!r} exists already")
         if None not in self._names:
@@ -174,7 +175,7 @@ class Router:
         self.set_costs(name, costs or ReplicaCosts.guess(self.config.block_tokens))
 
     def remove(self, name: str) -> None:
-        """Remove a replica and forget its blocks. Its open decisions may still be passed to `on_finish`."""
+        """Remove a replica and forget its blocks. Its decisions may still be passed to `on_finish`."""
         number = self._number(name)
         del self._feeds[name]
         self._names[number] = None
@@ -282,7 +283,7 @@ class Router:
         return start
 
     def _num_duplicates(self, counts: Counts) -> F64:
-        """Return, for each replica, how many prompt tokens only other replicas have cached or will compute."""
+        """Return, for each replica, how many more tokens of the prompt another replica has cached or will compute."""
         held = counts.sum(axis=0)
         lacking: F64 = (held.max() - held) * float(self.config.block_tokens)
         return lacking

@@ -1,4 +1,4 @@
-"""Inputs and outputs of the scheduler: limits, requests, steps, rows, and results of rows."""
+"""Inputs and outputs of the scheduler. A step is one batch of the model; a row is the part of one request in it."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class RequestState(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Request:
-    """One sequence, whose chain grows with the output. The scheduler changes a request; the engine sets only `draft`.
+    """One sequence. The scheduler changes the attributes of a request; the engine sets only `draft`.
 
-    The KV of the first `num_computed` tokens of the chain is in the device cache or is being loaded. Later steps
-    compute all other tokens. The step that computes the last token also samples the next token.
+    `chain` contains prompt and output. The KV of its first `num_computed` tokens is in the device cache or is being
+    loaded. Later steps compute the other tokens. The step that computes the last token also samples the next token.
     """
 
     id: str
@@ -56,7 +56,7 @@ class Request:
     all later tokens. The limit rises with `num_computed`, so that a preempted request does not compute logits twice."""
     waits_for_token: bool = False
     """True if the caller needs each sampled token before the next row, for a grammar or to draft tokens. Such a request
-    has no row in a step that is scheduled while its token is being sampled."""
+    gets no new row while its token is being sampled."""
     num_prompt_tokens: int = field(init=False)
     state: RequestState = field(init=False, default=RequestState.WAITING)
     reason: str = field(init=False, default="")
@@ -75,15 +75,15 @@ class Request:
     """Rows of the request in the steps in flight, oldest first; at most two."""
     num_computed: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
-    """Number of cached prompt tokens. Set at each admission until the request is preempted for the first time."""
+    """Number of cached prompt tokens at the last admission before any preemption."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
     """Tier name -> number of cached prompt tokens. Set together with `num_cached_tokens`."""
     why_loaded: str = field(init=False, default="")
     """Reason why blocks in lower tiers were loaded or recomputed. Empty if there was no such decision."""
     num_preempted: int = field(init=False, default=0)
     stuck_at: int = field(init=False, default=0)
-    """Number of tokens of the request at its last restart; 0 before the first restart. A request restarts if blocks are
-    short and no other request can free any. If it would restart at the same number again, it is refused instead."""
+    """Number of tokens at the last restart of the request; 0 before the first. A request is restarted if blocks are
+    short and no other request can free any. If this happens twice at the same number, the request is refused."""
     may_load: bool = field(init=False, default=True)
     """True if the request may load blocks from lower tiers. False after a failed load."""
     draft: tuple[int, ...] = field(init=False, default=())
@@ -99,7 +99,7 @@ class Request:
             self.retention = Retention(priority=self.priority)
 
     def __getstate__(self) -> tuple[None, dict[str, object]]:
-        """Pickle all attributes except rows in flight, allocation and prefetch, which refer to the tree."""
+        """Pickle all attributes except `in_flight`, `allocation` and `prefetch`, which belong to a scheduler."""
         state = {name: getattr(self, name) for name in self.__slots__}
         return None, state | {"prefetch": None, "allocation": None, "in_flight": ()}
 
@@ -112,7 +112,7 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        """Number of tokens in the chain, plus one for each row in flight that samples."""
+        """Number of tokens in the chain, plus one for each row in flight that samples a token."""
         return self.chain.num_tokens + sum([row.wants_token for row in self.in_flight])
 
     @property
@@ -137,7 +137,7 @@ class SchedulerConfig:
     max_context: int = 1 << 30
     """Maximum number of tokens in a request, including prompt and output."""
     lookahead_tokens: int = 0
-    """A row that samples a token reserves blocks for this many tokens after its own, if there is room."""
+    """A row that samples a token also reserves blocks for this many later tokens, if there is room."""
     starts_early: bool = False
     """True if the worker can wait for loads layer by layer, so that a step may start before its loads end."""
     age_seconds: float = 30.0
@@ -164,8 +164,8 @@ class Row(NamedTuple):  # not a frozen dataclass, because creating a dataclass t
     """True if the row includes the last known token, so that the next token is sampled. If the previous row of the
     request is still in flight and samples a token, this row starts with that token."""
     loads: tuple[int, ...] = ()
-    """Ids of the request's loads in flight, if the row starts early. Each layer waits for its part of the loads. The
-    caller applies the reports of the loads before `update`. If a load failed, the result of the row is ignored."""
+    """Ids of loads in flight. Each layer of the row waits for its part of these loads. The caller applies the reports
+    of the loads before `update`. If a load failed, the result of the row is ignored."""
 
     @classmethod
     def of(cls, request: Request, num_tokens: int, loads: tuple[int, ...] = ()) -> Row:
@@ -188,7 +188,7 @@ class Step:
     preempted: tuple[Request, ...]
     refused: tuple[Request, ...]
     plan: Plan
-    """Transfers between tiers. The caller passes their reports to the manager."""
+    """Transfers between tiers. The caller passes the reports of the transfers to the CacheManager."""
 
     @property
     def num_tokens(self) -> int:

@@ -3,13 +3,13 @@
 The scheduler allocates KV only through the CacheManager. `now` is the caller's time in seconds, which is real in the
 engine and simulated in the replay.
 
-Two steps can be in flight. The second step is scheduled as if each generating request of the first step continues:
+Two steps can be in flight. The second step is scheduled as if no request ends in the first step:
 
     schedule(t) -> schedule(t+1) -> update(t) -> schedule(t+2) -> update(t+1) ..
 
     If a request to preempt has a row in flight, it gets no new row, so that the next `schedule` can preempt it.
     If a request ends, its row in the later step is computed, but the result is ignored. Then the request's KV is freed.
-    If step t has loads, step t+1 has no rows. A step has loads only if there is nothing else to compute.
+    If step t waits for loads while it runs, step t+1 has no rows.
     If step t fails, its requests end and step t+1 is discarded. The other requests of step t+1 run again.
 """
 
@@ -86,14 +86,14 @@ class Scheduler:
         if len(self._steps) == MAX_IN_FLIGHT:
             raise StateError(f"{MAX_IN_FLIGHT} steps have no results yet; call update() first")
         builder = _StepBuilder(self.config.max_step_tokens)
-        # Add no rows while a step with loads is in flight. If a load fails, `update` finds its blocks absent and
+        # Add no rows while a step in flight waits for loads. If a load fails, `update` finds its blocks absent and
         # ignores the row. A new load of the same blocks for another request would hide the failure.
         if not self.is_paused and not any(step.loads for step, _ in self._steps):
             self._build(builder, now)
         copies = []
         for row in builder.rows:
             allocation = _held(row.request)
-            if row.first == allocation.num_cached_tokens:  # first row since the admission, or again after `discard`
+            if row.first == allocation.num_cached_tokens:  # first row since the admission; repeated after `discard`
                 self.manager.on_scheduled(allocation, now=now)
                 if allocation.copy is not None:
                     copies.append(allocation.copy)
@@ -188,7 +188,7 @@ class Scheduler:
         count = min(known, builder.budget)
         if not count:
             return
-        # Only a row that computes just the last known token has drafts. No request is preempted for drafts.
+        # A row has drafts only if it computes a single known token. No request is preempted to make room for drafts.
         drafts = min(len(request.draft), builder.budget - count) if known == 1 and not request.in_flight else 0
         ahead = drafts + (self.config.lookahead_tokens if count == known else 0)
         while (shortage := self.manager.allocate(_held(request), first + count + ahead)) is not None:
@@ -210,8 +210,8 @@ class Scheduler:
                 if self._is_moving(request, shortage):
                     builder.is_full = True
                     return
-                # The request already holds all available blocks. Some may duplicate blocks that other requests have
-                # published, and a restart uses the published blocks. Refuse the request if a restart did not help.
+                # The request already holds all available blocks. Some of them may duplicate blocks that other requests
+                # published later. After a restart, it uses the published blocks. Refuse it if a restart did not help.
                 if request.stuck_at == request.chain.num_tokens:
                     self._to_waiting(request, now)
                     self._refuse(request, builder, _no_room(shortage), now)
@@ -239,7 +239,7 @@ class Scheduler:
         return not self._is_complete(request, request.num_known)
 
     def _is_complete(self, request: Request, num_tokens: int) -> bool:
-        """True if a request with `num_tokens` tokens has all its new tokens, or fills the context."""
+        """True if a request with `num_tokens` tokens has `max_new_tokens` new tokens, or fills the context."""
         is_done = num_tokens - request.num_prompt_tokens >= request.max_new_tokens
         return is_done or num_tokens >= self.config.max_context
 
@@ -247,7 +247,7 @@ class Scheduler:
         """Admit waiting requests in the order of `_rank`, while the limits of the step allow.
 
         If a request must wait for blocks, all later requests wait too, so that small requests do not delay a large
-        request forever. If only the quota of a tenant is exceeded, only later requests of this tenant wait. Requests
+        request forever. If the quota of a tenant is full, the later requests of other tenants do not wait. Requests
         with a prefetch in flight are skipped. Requests that would lack blocks even if they ran alone are refused.
         """
         if not builder.budget or len(self._running) >= self.config.max_rows:
@@ -257,7 +257,7 @@ class Scheduler:
             if not builder.budget or len(self._running) >= self.config.max_rows:
                 return
             if request.prefetch is not None and not self.manager.is_prefetched(request.prefetch, now=now):
-                continue  # its blocks are in flight, so later requests go first
+                continue  # its blocks are still being fetched, so later requests go first
             if request.prefetch is not None and request.prefetch.num_blocks and request.fetch_times is None:
                 request.fetch_times = request.prefetch.started, now
             if tenant_of(request.chain.salt) in full or self._never_fits(request, builder, now):
@@ -277,7 +277,7 @@ class Scheduler:
                 continue
             stop = min(request.chain.num_tokens, found.num_cached_tokens + builder.budget)
             if stop == request.chain.num_tokens:
-                self.manager.allocate(found, stop + self.config.lookahead_tokens)  # optional, so ignore a shortage
+                self.manager.allocate(found, stop + self.config.lookahead_tokens)  # optional: a shortage is ignored
             self._waiting.remove(request)
             self._running.append(request)
             self._on_admitted(request, found, now)
@@ -285,7 +285,7 @@ class Scheduler:
                 builder.take(Row.of(request, min(stop - found.num_cached_tokens, builder.budget)))
 
     def _allocate(self, request: Request, budget: int, now: float) -> Allocation | Shortage | None:
-        """Allocate KV for a first row. Return a Shortage if blocks are short, or None if the prefetch starts again."""
+        """Allocate KV for a waiting request. Return a Shortage if blocks are short; None if its prefetch restarts."""
         prefetch = request.prefetch
         allocation = self.manager.match(
             request.chain,
@@ -308,9 +308,9 @@ class Scheduler:
     def _shortage_with_others(self, request: Request, allocation: Allocation) -> Shortage | None:
         """Return a Shortage if the whole prompt does not fit together with the unfinished prompts of running requests.
 
-        Return None if no other request could free blocks. Without this check, a prompt would be computed in part,
-        preempted for lack of room and computed again. With 16 users and room for 3 prompts, this doubled the work
-        (2026-11-16).
+        Return None also if no other request could free blocks. Without this check, a prompt would be computed in part,
+        preempted for lack of room and computed again. With 16 users and room for 3 prompts, the repeated work doubled
+        the total (2026-11-16).
         """
         prompts = [allocation, *(_held(each) for each in self._running if not each.is_generating)]
         own = [each for each in prompts if tenant_of(each.chain.salt) == tenant_of(request.chain.salt)]
@@ -330,7 +330,7 @@ class Scheduler:
         return any(_may_help(lease.chain, request, shortage) for lease in self.manager.transfers.leases)
 
     def _end_prefetches(self, request: Request, shortage: Shortage) -> bool:
-        """End the prefetches that could free blocks for `request`. Return True if there were any."""
+        """End the prefetches whose blocks could help `request`. Return True if there were any."""
         prefetching = [other for other in self._waiting if other.prefetch is not None]
         prefetching = [other for other in prefetching if _may_help(other.chain, request, shortage)]
         for other in prefetching:
@@ -347,7 +347,7 @@ class Scheduler:
             request.why_loaded = str(allocation.decision or "")
 
     def _start_early(self, builder: _StepBuilder) -> None:
-        """Add a row of the first request with enough blocks whose loads the step can wait for layer by layer.
+        """Add a row that waits for its loads layer by layer, for the first running request for which this is possible.
 
         Call this only if there are no other rows, because the waits would delay all rows of the step.
         """
@@ -402,13 +402,14 @@ class Scheduler:
         return -(request.priority + waited), request.arrival
 
     def _victim(self, request: Request, shortage: Shortage) -> Request:
-        """Select a running request, possibly `request` itself, that can help and has no higher priority.
+        """Select a running request to preempt, possibly `request` itself.
 
-        Of these, select the lowest priority, then the latest arrival.
+        Select the lowest priority, then the latest arrival. Requests of a higher priority, and requests that cannot
+        help with the shortage, are not selected.
         """
         others = [
             other
-            for other in reversed(self._running)  # so that, at equal arrival, `max` returns the latest admission
+            for other in reversed(self._running)  # the latest admission first, because `max` prefers the first maximum
             if other.priority <= request.priority and _may_help(other.chain, request, shortage)
         ]
         return max(others, key=lambda other: (-other.priority, other.arrival))
@@ -420,8 +421,8 @@ class Scheduler:
     def _to_waiting(self, request: Request, now: float) -> None:
         """Release the KV of a request and queue the request again. Published blocks stay in the cache.
 
-        The request must not have a row in flight, because the row would write to released blocks, which a load could
-        fill at the same time.
+        The request must not have a row in flight. Such a row would write to released blocks while a load could write
+        to the same blocks.
         """
         assert not request.in_flight
         self.manager.abort(_held(request), now=now)
@@ -475,7 +476,7 @@ class Scheduler:
 
 
 def _may_help(chain: Chain, request: Request, shortage: Shortage) -> bool:
-    """True if freeing blocks of `chain` could resolve the shortage. Under a quota, the tenants must be equal."""
+    """True if freeing blocks of `chain` could resolve the shortage. For a full quota, the tenants must be equal."""
     return not shortage.quota or tenant_of(chain.salt) == tenant_of(request.chain.salt)
 
 
@@ -499,7 +500,7 @@ class _StepBuilder:
         self.to_preempt: list[Request] = []
         """Requests to preempt that have a row in flight. They get no row, so that the next step can preempt them."""
         self.is_full = False
-        """True if a running request has to wait for transfers, or for a step in flight, to release blocks."""
+        """True if a running request has to wait until transfers or a step in flight release blocks."""
 
     def take(self, row: Row) -> None:
         self.rows.append(row)

@@ -7,7 +7,7 @@
     START --any other text--> CONTENT --<tool_call>--> CALL --end of the object--> TAIL --</tool_call>--> START
     CALL --not a call--> CONTENT            the text that looked like a call becomes content
     LIST --{--> CALL --end of the object--> LIST        tool_choice "required": the grammar allows only a list of calls
-    ARGUMENTS                               tool_choice with a name: the grammar allows only the arguments
+    ARGUMENTS                               tool_choice names a function: the grammar allows only its arguments
 
 The parser holds back text that may be the start of a tag, and white space that may precede a tag. The result therefore
 does not depend on how the text is split into pieces.
@@ -35,7 +35,7 @@ class AnswerSyntax:
 
     calls: CallForm = "none"
     tools: tuple[str, ...] = ()
-    """Names of the tools. With the form "arguments", the only name is that of the function to call."""
+    """Names of the tools. With the form "arguments", this is only the name of the function to call."""
     max_calls: int | None = None
     """Limit on tool calls in the answer; None for no limit. Further calls are dropped."""
     has_reasoning: bool = False
@@ -49,7 +49,7 @@ class AnswerSyntax:
 
 
 def syntax_of_template(template: str) -> tuple[CallForm, bool]:
-    """Return the form of tool calls in a chat template, and True if the template supports reasoning."""
+    """Return the form of tool calls in a chat template, and whether the template supports reasoning."""
     is_bare = _CALL not in template and ("<|python_tag|>" in template or '"parameters"' in template)
     return "bare" if is_bare else "tagged", _END_THINK in template
 
@@ -202,7 +202,7 @@ class _CallScanner:
 
     def _keep(self, char: str) -> None:
         self._token.append(char)
-        # Only arguments may be long. Arguments that are a string are kept until the string is complete.
+        # Only arguments may be long. They are kept here if the model writes them as a string.
         if len(self._token) > _MAX_NAME and self._key not in _ARGUMENTS:
             self.status = "failed"
 
@@ -257,7 +257,7 @@ class AnswerParser:
         self._scanner = _CallScanner()
         self._raw = ""
         """Text of a call whose name is not known yet. The text becomes content if it turns out not to be a call."""
-        self._is_open_call = False  # True after the first part of the current call
+        self._is_open_call = False  # True once the first part of the current call has been added to the parts
         self.num_calls = 0
         self._arguments: list[str] = []
         """Pieces of the arguments, used only with the form "arguments"."""
@@ -400,7 +400,7 @@ class AnswerParser:
         self._scanner, self._raw, self._is_open_call = _CallScanner(), "", False
 
     def _tail(self) -> bool:
-        """Skip the text between the end of a call and the closing tag, or the separators between calls without tags."""
+        """Skip the text up to the next tag. If the model writes calls without tags, skip separators instead."""
         if self._syntax.calls == "bare":
             self._may_be_bare = True
             self._go(self._text.lstrip(_SPACE + ";,"), self._tail)

@@ -81,10 +81,10 @@ def merge(outputs: Sequence[Output]) -> Output:
 
 @dataclass(slots=True)
 class _Answer:
-    """State of one answer: parser, position in the text and, if the answer is not streamed, the text and its parts.
+    """State of one answer. If the answer is streamed, only `parser`, `length` and `decoder` are used.
 
     Log-probabilities are encoded as JSON when they arrive. If they were encoded at the end, 16 answers of 2,000 tokens
-    with 20 alternatives each would block the event loop for 2 s (x86-64, 2026-11-16).
+    with 20 alternatives per token would block the event loop for 2 s (x86-64, 2026-11-16).
     """
 
     text: list[str] = field(default_factory=list)
@@ -92,7 +92,7 @@ class _Answer:
     calls: list[dict[str, Any]] = field(default_factory=list)
     parser: AnswerParser | None = None
     lists: dict[str, list[bytes]] = field(default_factory=dict)
-    """Lists of log-probabilities by name. Each piece is a JSON list without its brackets."""
+    """Pieces of each list of log-probabilities, by name of the list. Each piece is a JSON list without its brackets."""
     prompt: list[bytes] = field(default_factory=list)
     """Pieces of vLLM's `prompt_logprobs`. Each piece is a JSON list without its brackets."""
     token_ids: list[int] = field(default_factory=list)
@@ -383,7 +383,7 @@ def _reason(answer: Output | _Answer, parser: AnswerParser | None = None) -> str
 
 
 def _call_body(call: CallDelta) -> dict[str, Any]:
-    """Return a tool call, or the next part of one, in OpenAI's format."""
+    """Return the first or the next part of a tool call in OpenAI's format."""
     if call.id is None:
         return {"function": {"arguments": call.arguments}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
