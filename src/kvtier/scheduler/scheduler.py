@@ -10,7 +10,7 @@ Two steps can be in flight. The second step is scheduled as if no request ends i
     If a request to preempt has a row in flight, it gets no new row, so that the next `schedule` can preempt it.
     If a request ends, its row in the later step is computed, but the result is ignored. Then the request's KV is freed.
     If step t waits for loads while it runs, step t+1 has no rows.
-    If step t fails, its requests end and step t+1 is discarded. The other requests of step t+1 run again.
+    If step t fails, its requests end and step t+1 is discarded. Requests that are only in step t+1 run again.
 """
 
 from __future__ import annotations
@@ -404,8 +404,7 @@ class Scheduler:
     def _victim(self, request: Request, shortage: Shortage) -> Request:
         """Select a running request to preempt, possibly `request` itself.
 
-        Select the lowest priority, then the latest arrival. Requests of a higher priority, and requests that cannot
-        help with the shortage, are not selected.
+        Of those that could help and have no higher priority, select the lowest priority, then the latest arrival.
         """
         others = [
             other

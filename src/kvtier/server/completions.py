@@ -61,7 +61,7 @@ class HttpJob:
     mailbox: Mailbox = field(default_factory=Mailbox)
     trace: RequestTrace | None = None
     restriction: str | None = None
-    """Name of a request field that restricts the tokens of the answer, for error messages; None if there is none."""
+    """For error messages: name of a field that restricts the tokens of the answer; None if there is no such field."""
 
     @property
     def num_answers(self) -> int:
@@ -249,7 +249,7 @@ class Completions:
                     if not any(output.prompt_logprobs for output in outputs):
                         yield outputs
                         continue
-                    for output in outputs:  # one at a time: formatting takes milliseconds, and other tasks must run
+                    for output in outputs:  # one at a time, because formatting blocks other tasks for milliseconds
                         yield [output]
                         await asyncio.sleep(0)
             record.finish = outputs[-1].finish_reason.value if outputs[-1].finish_reason is not None else "stop"
@@ -328,7 +328,7 @@ def _restriction(prepared: _Prepared) -> str | None:
 
 
 def _event(job: HttpJob, outputs: list[Output], opened: set[int]) -> bytes:
-    """Return the events for new outputs. A choice that is not in `opened` is opened first, and added to `opened`."""
+    """Return the events for new outputs. A choice that is not in `opened` gets an opening event and is added."""
     data = b""
     for index, mine in _by_choice(job, outputs).items():
         if index in opened and not job.options.continuous_usage_stats:

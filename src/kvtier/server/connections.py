@@ -30,8 +30,8 @@ class ConnectionTable(Generic[Connection]):
 
         idle --request head complete--> busy --response complete--> idle
 
-    If an address is at its limit, a new connection of the address replaces its longest-idle connection. At the total
-    limit, a new connection replaces the longest-idle connection of the address that has the most idle connections.
+    If an address is at its limit, its new connections replace its longest-idle connections. At the total limit, a new
+    connection replaces the longest-idle connection of the address that has the most idle connections.
     Busy connections are not closed. An attacker without a key has only idle connections, because requests without a key
     are answered at once. New connections, such as those of health checks, can therefore replace these connections.
     """
@@ -69,7 +69,7 @@ class ConnectionTable(Generic[Connection]):
             self._idle[address].pop(connection, None)
 
     def set_idle(self, connection: Connection) -> None:
-        """Allow eviction of a connection, which is then the last of its address to be evicted."""
+        """Allow eviction of a connection. Other idle connections of the same address are evicted first."""
         if (address := self.addresses.get(connection)) is not None:
             self._idle[address][connection] = None
 

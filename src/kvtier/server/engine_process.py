@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # needs the extra `events`
     from kvtier.events.publisher import EventPublisher
 
 _log = logging.getLogger("kvtier.server")
-_GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)  # sizes with estimated hit rates, relative to the larger memory tier
+_GHOST_SCALES = (0.125, 0.25, 0.5, 2.0, 4.0, 8.0)  # simulated cache sizes, relative to the larger memory tier
 
 
 def main(options: EngineOptions, connection: socket.socket) -> None:

@@ -1,7 +1,7 @@
 """Fields of the completion requests of OpenAI and vLLM, each in one of three classes.
 
 - honoured: the field has its documented effect. Its type and limits are in protocol.py and field_types.py.
-- ignored: the field is accepted and has no effect. Unless its value is null, the header `x-kvtier-ignored` names it.
+- ignored: the field is accepted and has no effect. The header `x-kvtier-ignored` names it, unless its value is null.
 - refused: the field would change the answer and is not supported. It gets 400, unless its value has no effect.
 
 A field that is in no class gets 400 too, because it is either misspelled or unknown to this version.
@@ -174,7 +174,7 @@ def split(
     `known` contains the field names of the class that validates the body. `place` is the letter of the endpoint in
     ApiField.places, or empty if `table` is not FIELDS. Fields of other endpoints and unknown fields are among the
     returned fields, so that validation rejects them. A field in `known` is returned even if it is ignored or refused,
-    so that its value is checked. Raises UnsupportedFieldError for any other refused field whose value has an effect.
+    so that its value is checked. Raises UnsupportedFieldError if a refused field outside `known` would have an effect.
     """
     kept, ignored = dict(body), []
     for name, value in body.items():

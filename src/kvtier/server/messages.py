@@ -121,7 +121,7 @@ Event = EngineFailed | StepOutputs | Reply
 
 
 class WireReply(NamedTuple):
-    """A `Reply` on the wire. `kind` and `text` are the class name and text of the error, or empty without an error."""
+    """A `Reply` on the wire. `kind` and `text` are the class name and text of the error; empty if there is no error."""
 
     id: int | str
     value: dict[str, Any] | None

@@ -113,7 +113,7 @@ class MessageItem(Loose):
         """Append the message, or join it with the last message.
 
         Chat templates expect one system message at the start. System and developer messages at the start are therefore
-        joined with the instructions. Later system messages stay where they are.
+        joined into one message, after the instructions. Later system messages stay where they are.
         """
         role, text = "system" if self.role == "developer" else self.role, _joined(self.content)
         last = messages[-1] if messages else {}

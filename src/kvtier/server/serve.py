@@ -112,7 +112,7 @@ def _end_threads(executor: ThreadPoolExecutor, code: int) -> None:
 
 
 def _handle_signals(action: Callable[[], object]) -> None:
-    """Run `action` on the first SIGTERM or SIGINT, and exit on the second. The next call replaces `action`."""
+    """Run `action` on the first SIGTERM or SIGINT, and exit on the second. Calling this again replaces `action`."""
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

@@ -1,8 +1,8 @@
 """WorkerPool: runs calls in worker processes, each with a deadline. Not thread-safe.
 
-run -> waiting, by tenant and name --in turn--> a process --in time--> result
-                                                          --late-----> killed and replaced; the call fails
-                                                          --died-----> replaced; the call is retried, with a limit
+run -> queue of the tenant and function --in turn--> process --replies in time--> result
+                                                             --is late----------> killed and replaced; the call fails
+                                                             --dies-------------> replaced; the call may be retried
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ class WorkerPool:
         except _DIED:
             _log.warning("a worker process died during a job")
             task.num_deaths += 1
-            # Each process of the pool may have been dead before the call was sent to it. If more processes died
-            # during the call than the pool has, the call must be the cause.
+            # Each process of the pool may have died before the call was sent to it. If more processes died during the
+            # call than the pool has, the call must be the cause.
             if task.num_deaths > self._size or task.future.done():
                 message = f"{task.num_deaths} worker processes died while they prepared this request"
                 task.fail(ApiError(503, message, code="worker"))

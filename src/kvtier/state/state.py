@@ -18,7 +18,7 @@ from kvtier.state.warp import Added, Rows, append_rows, warp_rows
 class State:
     """Two tensors with the same shape. `front` has the rows in the current order, `back` receives the next order.
 
-    The first dimension has one row per sequence in the batch. `swap` exchanges front and back without a copy.
+    There is one row per sequence in the batch. `swap` exchanges front and back without a copy.
     """
 
     def __init__(self, shape: Sequence[int], dtype: AnyDType, placement: Placement | str | None = None) -> None:
@@ -44,7 +44,7 @@ class State:
         self._front, self._back = self._back, self._front
 
     def warp(self, perm: Permutation, copy: BatchCopy, *, new: torch.Tensor | None = None) -> bool:
-        """Add to `copy` the copies of old rows from front to back in the new order, call `swap` and return True.
+        """Bring the rows into a new order: add copies from front to back to `copy`, call `swap` and return True.
 
         New rows are copied from `new`, if given. If `perm` is the identity, do nothing and return False.
         """
@@ -60,8 +60,7 @@ class State:
         Row added.rows[k] of the new order keeps its first added.first[k] elements. The next added.count[k] elements
         come from the same row and indices of `source`. A row i of the new order that is neither new nor in added.rows
         keeps its first sizes[i] elements. If no old row moves, add the elements to the front without using `sizes`, and
-        return False. Otherwise copy the kept elements to the back, add the new elements there, call `swap` and return
-        True.
+        return False. Otherwise copy kept and new elements to the back, call `swap` and return True.
         """
         rows, given = np.array(added, np.int64).reshape(3, -1), Rows("the source", source)
         moves = bool(np.count_nonzero(perm.is_moved))
@@ -75,9 +74,9 @@ class RowMap:
     """Assigns each sequence a stable row, the same in all batches. `rows[i]` is the stable row of batch row i.
 
     Use State for rows of a few bytes that many kernels read, and RowMap for large rows (on a CPU, a few KiB or more).
-    State needs twice the memory, and a copy in each step in which rows change. With 256 rows of which a tenth changes,
-    this copy takes 50 us on an H200. On a CPU it takes 60 us for rows of 8 bytes and 1 ms for rows of 64 KiB. RowMap
-    takes 15 us for any size, but every kernel needs the index vector (benchmarks/state.py).
+    State needs twice the memory, and a copy in each step in which rows change. If a tenth of 256 rows changes on a CPU,
+    this copy takes 60 us for rows of 8 bytes, and 1 ms for rows of 64 KiB. RowMap takes 15 us for rows of any size, but
+    every kernel must read `rows` (benchmarks/state.py).
 
     `apply` frees the row of a dropped sequence. Call `apply` only when no batch in flight uses that row.
     """
@@ -103,8 +102,8 @@ class RowMap:
     def apply(self, perm: Permutation) -> I64:
         """Apply the new order. Assign free rows to new sequences, and free the rows of dropped sequences.
 
-        Return the stable rows of new sequences, in the new order. Raise RangeError if too few rows are free. Errors
-        change nothing.
+        Return the stable rows of new sequences, in the new order. Raise RangeError if too few rows are free. If an
+        error is raised, nothing changes.
         """
         if perm.size0 != len(self._rows):
             raise ArgumentError(f"the permutation has {perm.size0} old rows, but the map has {len(self._rows)} rows")

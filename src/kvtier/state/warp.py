@@ -43,7 +43,7 @@ class Rows:
         self.address = self.holding.pointer
         self.num_rows = shape[0]
         self.row_bytes = self.holding.nbytes // self.num_rows if self.num_rows else 0
-        self.end = self.address + self.num_rows * self.row_bytes  # after the last row
+        self.end = self.address + self.num_rows * self.row_bytes  # address after the last row
         self.row_kind = tensor.dtype, shape[1:]
 
     def must_match(self, other: Rows) -> None:
@@ -204,7 +204,7 @@ def append_rows(old: Rows, perm: Permutation, sizes: Any, added: I64, source: Ro
 
 
 def _add_parts(copy: BatchCopy, src: Rows, src_row: I64, dst: Rows, dst_row: I64, offset: Any, num_bytes: I64) -> None:
-    """Add a copy for each k: num_bytes[k] bytes at offset[k] of row src_row[k], to offset[k] of row dst_row[k]."""
+    """For each k, copy num_bytes[k] bytes from offset[k] in row src_row[k] to offset[k] in row dst_row[k]."""
     addresses = (each.address + rows * each.row_bytes + offset for each, rows in ((src, src_row), (dst, dst_row)))
     copy.table(
         np.stack((*addresses, num_bytes)),
@@ -215,7 +215,7 @@ def _add_parts(copy: BatchCopy, src: Rows, src_row: I64, dst: Rows, dst_row: I64
 
 
 def _add_rows(copy: BatchCopy, src: Rows, src_row: I64, num_rows: I64, dst: Rows, dst_row: I64) -> None:
-    """Add a copy for each k: num_rows[k] rows, from row src_row[k] of `src` to row dst_row[k] of `dst`."""
+    """For each k, copy num_rows[k] rows: row src_row[k] + i of `src` becomes row dst_row[k] + i of `dst`."""
     _add_parts(copy, src, src_row, dst, dst_row, 0, num_rows * src.row_bytes)
 
 
@@ -236,7 +236,7 @@ def _add_warp(perm: Permutation, old: Rows | None, new: Rows | None, out: Rows, 
 
 
 def row_copies(index: I64, size0: int, old: int, new: int, out: int, row_bytes: int) -> I64:
-    """Return the table of copies from the addresses `old` and `new` to `out`. An address of 0 means no rows."""
+    """Return the table of copies from the addresses `old` and `new` to `out`. If an address is 0, skip its rows."""
     is_new, rows = index >= size0, np.arange(len(index))
     # Give new rows numbers above size0, so that no run contains both old and new rows.
     at, source, length = find_runs(np.where(is_new, new != 0, old != 0), np.where(is_new, size0 + 1 + rows, index))
