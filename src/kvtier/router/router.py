@@ -2,7 +2,8 @@
 
     time = queue         computing earlier prompts that still wait for their first token on this replica
          + prefix        loading or computing the cached prefix of the prompt, whichever is faster
-         + rest          computing the rest of the prompt, plus the extra RouterConfig.duplicate_cost
+         + rest          computing the rest of the prompt
+         + duplicates    extra cost of tokens that other replicas have, see RouterConfig.duplicate_cost
 
 Without KV events, only the blocks of unfinished requests count as cached. Most requests then go to the shortest queue.
 """

@@ -164,8 +164,8 @@ class Row(NamedTuple):  # not a frozen dataclass, because creating a dataclass t
     """True if the row includes the last known token, so that the next token is sampled. If the previous row of the
     request is still in flight and samples a token, this row starts with that token."""
     loads: tuple[int, ...] = ()
-    """Ids of loads in flight. When the row is computed, each layer waits for its part of these loads. The caller applies
-    the reports of the loads before `update`. If a load failed, the result of the row is ignored."""
+    """Ids of loads in flight. While the row is computed, each layer waits for its part of these loads. The caller must
+    apply the reports of the loads before `update`. If a load failed, the result of the row is ignored."""
 
     @classmethod
     def of(cls, request: Request, num_tokens: int, loads: tuple[int, ...] = ()) -> Row:

@@ -87,7 +87,7 @@ class Scheduler:
             raise StateError(f"{MAX_IN_FLIGHT} steps have no results yet; call update() first")
         builder = _StepBuilder(self.config.max_step_tokens)
         # Add no rows while a step in flight waits for loads. If a load fails, `update` finds its blocks absent and
-        # ignores the row. A new load of the same blocks for another request would hide the failure.
+        # ignores the waiting row. A new load of the same blocks for another request would hide the failure.
         if not self.is_paused and not any(step.loads for step, _ in self._steps):
             self._build(builder, now)
         copies = []
@@ -211,7 +211,7 @@ class Scheduler:
                     builder.is_full = True
                     return
                 # The request already holds all available blocks. Some of them may duplicate blocks that other requests
-                # published later. After a restart, it uses the published blocks. Refuse it if a restart did not help.
+                # published later. A restarted request uses those. Refuse the request if a restart did not help.
                 if request.stuck_at == request.chain.num_tokens:
                     self._to_waiting(request, now)
                     self._refuse(request, builder, _no_room(shortage), now)
@@ -404,7 +404,7 @@ class Scheduler:
     def _victim(self, request: Request, shortage: Shortage) -> Request:
         """Select a running request to preempt, possibly `request` itself.
 
-        Of those that could help and have no higher priority, select the lowest priority, then the latest arrival.
+        Among requests that could help and have no higher priority, select the lowest priority, then the latest arrival.
         """
         others = [
             other
@@ -475,7 +475,7 @@ class Scheduler:
 
 
 def _may_help(chain: Chain, request: Request, shortage: Shortage) -> bool:
-    """True if freeing blocks of `chain` could resolve the shortage. For a full quota, the tenants must be equal."""
+    """True if freeing blocks of `chain` could resolve the shortage. If a quota is full, the tenants must be equal."""
     return not shortage.quota or tenant_of(chain.salt) == tenant_of(request.chain.salt)
 
 

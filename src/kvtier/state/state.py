@@ -44,7 +44,7 @@ class State:
         self._front, self._back = self._back, self._front
 
     def warp(self, perm: Permutation, copy: BatchCopy, *, new: torch.Tensor | None = None) -> bool:
-        """Bring the rows into a new order: add copies from front to back to `copy`, call `swap` and return True.
+        """Bring the rows into a new order: record copies from front to back in `copy`, call `swap` and return True.
 
         New rows are copied from `new`, if given. If `perm` is the identity, do nothing and return False.
         """
@@ -74,7 +74,7 @@ class RowMap:
     """Assigns each sequence a stable row, the same in all batches. `rows[i]` is the stable row of batch row i.
 
     Use State for rows of a few bytes that many kernels read, and RowMap for large rows (on a CPU, a few KiB or more).
-    State needs twice the memory, and a copy in each step in which rows change. If a tenth of 256 rows changes on a CPU,
+    State needs twice the memory, and a copy in each step in which rows change. On a CPU, if a tenth of 256 rows change,
     this copy takes 60 us for rows of 8 bytes, and 1 ms for rows of 64 KiB. RowMap takes 15 us for rows of any size, but
     every kernel must read `rows` (benchmarks/state.py).
 
