@@ -1,7 +1,7 @@
 """Calls to a store: threads, deadline, results and the circuit breaker.
 
-A call returns at its deadline even if the store hangs. The Breaker then refuses further calls for some time, and at
-least until no job of the late call hangs.
+A call consists of jobs, which run on threads. The call returns at its deadline even if a job hangs. The Breaker then
+refuses further calls for some time, and in any case until all jobs of the late call have ended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Batch:
         """Failure of the store in this call; empty if the store is healthy."""
 
     def settle(self, outcomes: Mapping[int, ObjectResult], act: Callable[[], object] | None = None) -> bool:
-        """Run `act`, which must be short, and set the results. Do nothing and return False after the call returned."""
+        """Run `act`, which must be short, and set the results. If the call has returned, only return False."""
         with self._condition:
             if self._is_expired:
                 return False
@@ -100,10 +100,10 @@ class Batch:
 class Breaker:
     """Decides whether a call may try the store.
 
-    closed --a missed deadline, or `max_failures` unhealthy calls in a row--> open
-    open --after `retry_s`, and when no call hangs--> half open: one call may try
-    half open --healthy--> closed
-    half open --unhealthy--> open, for twice as long, up to `max_retry_s`
+    closed --a missed deadline, or a failure of the store in `max_failures` calls in a row--> open
+    open --after `retry_s`, and when no call hangs--> half open: one call may try the store
+    half open --the store works--> closed
+    half open --the store fails--> open, for twice as long, up to `max_retry_s`
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class Breaker:
     def refusal(self, *, is_try: bool = True) -> str:
         """Return the reason for refusing a call, or an empty string to admit it.
 
-        `record` or `abandon` must follow an admitted call, on the same thread. `is_try` is False for a call that is
-        answered from memory. Such a call needs neither of them and is never counted.
+        `is_try` is False for a call that is answered from memory; its refusal is not counted in `num_refused`. The
+        thread of any other admitted call must later call `record` or `abandon`.
         """
         with self._lock:
             self._overdue = [batch for batch in self._overdue if batch.is_running]
@@ -153,7 +153,7 @@ class Breaker:
             return reason
 
     def abandon(self) -> None:
-        """End a call that was interrupted. If this call tried the store, the next call may try."""
+        """End an interrupted call. If this was the one call of the half-open state, another call may try the store."""
         with self._lock:
             if self._trying == threading.get_ident():
                 self._trying = None
@@ -178,7 +178,7 @@ class Breaker:
 
 
 class CallRunner:
-    """Runs the jobs of calls on daemon threads, unless the breaker refuses the call. Each thread has scratch memory.
+    """Runs the jobs of a call on daemon threads, unless the breaker refuses the call. Each thread has scratch memory.
 
     The threads are daemons, because a thread that hangs in the kernel on a dead disk must not keep the process alive.
     """
@@ -235,4 +235,4 @@ class CallRunner:
                 batch.fail(f"{type(error).__name__}: {error}")
             finally:
                 batch.add_jobs(-1)
-            del task, batch, job  # these names would keep a finished call alive until the next job
+            del task, batch, job  # these names would keep a finished call in memory until the next job

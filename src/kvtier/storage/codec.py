@@ -1,4 +1,4 @@
-"""Encoding of an object to the bytes of a slot and back: compression, checksum, and alignment for direct I/O."""
+"""Encoding of objects to stored bytes and back: compression, checksum, and alignment for direct I/O."""
 
 from __future__ import annotations
 
@@ -81,9 +81,8 @@ def encode(
 ) -> tuple[Record, memoryview]:
     """Return the record and the stored bytes of an object. Compressed bytes are stored only if they are shorter.
 
-    `known` is the checksum for the record, if the caller has computed it. It must cover the stored bytes and the token
-    ids. The checksum of the payload alone is sufficient only without token ids and without compression. Exception: an
-    encrypted DiskStore passes the checksum of the first 4096 bytes of the payload (sealing.py).
+    `known` is the checksum of the stored bytes and the token ids, if the caller has computed it. Only an encrypted
+    DiskStore passes another checksum: that of the first 4096 bytes of the payload (sealing.py).
     """
     stored, flags = payload, Flags.NONE
     if compression is Compression.ZLIB:
@@ -103,7 +102,7 @@ def is_aligned(pieces: Sequence[memoryview]) -> bool:
 
 
 def lay_out(stored: memoryview, token_ids: bytes, scratch: Scratch, *, aligned: bool) -> list[memoryview]:
-    """Return the buffers to write to a slot. With `aligned`, whole pages at an aligned address are not copied:
+    """Return the buffers to write to a slot on disk. With `aligned`, align them for direct I/O with few copies:
 
     stored     [ whole pages, in place        | rest ]
     scratch                                   [ rest | token ids | zeros ]
@@ -121,11 +120,11 @@ def lay_out(stored: memoryview, token_ids: bytes, scratch: Scratch, *, aligned: 
 
 
 def decode(record: Record, data: memoryview) -> tuple[memoryview, str]:
-    """Verify the bytes of a slot and return the payload. For invalid bytes, return empty memory and the reason."""
+    """Verify stored bytes and return the payload. For invalid bytes, return empty memory and the reason."""
     empty = memoryview(b"")
     if len(data) < record.total_bytes:
         return empty, f"truncated: {len(data)} of {record.total_bytes} bytes"
-    # Decryption has already verified a sealed object.
+    # If the payload was encrypted on disk (`seal`), its decryption has already verified the bytes.
     if record.seal is None and checksum(data[: record.total_bytes]) != record.checksum:
         return empty, "the checksum differs"
     stored = data[: record.stored_bytes]
@@ -171,7 +170,7 @@ def _copy_pieces(pieces: Sequence[memoryview], whole: memoryview, *, is_gather: 
     if num_bytes(pieces) != len(whole):
         raise RangeError(f"pieces of {num_bytes(pieces)} bytes do not match memory of {len(whole)} bytes")
     code = native().code
-    if code is not None and len(whole):  # a call per piece would take longer than the copy of a small piece
+    if code is not None and len(whole):  # one call for all pieces, because a call takes longer than a small copy
         table = piece_table(pieces)
         first, row = table.ctypes.data, table.strides[0]
         (code.gather if is_gather else code.scatter)(len(pieces), first, first + row, address_of(whole))

@@ -3,9 +3,9 @@
      at  bytes  field
       0      8  magic
       8      2  format version
-     10      2  flags: 1 = the payload is compressed with zlib, 2 = quarantined
+     10      2  flags: 1 = the payload is compressed with zlib, 2 = the object is corrupt (quarantined)
      12      4  size of the token ids after the payload
-     16      8  sequence; of two records with the same key, the one with the higher sequence is valid
+     16      8  sequence number; of two records with the same key, the one with the higher number is valid
      24      4  number of the segment that contains this record
      28      4  slot in the segment
      32     32  key
@@ -18,8 +18,8 @@
     144    108  zeros
     252      4  CRC-32 of the first 252 bytes
 
-The record of an empty slot is 256 zeros. On disk, records are in the table of their segment; remote stores put the
-record before the payload, with segment and slot 0.
+The record of an empty slot is 256 zeros. A disk store keeps records in the tables of its segments (disk/segment.py). A
+remote store puts the record before the payload, and sets segment and slot to 0.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Flags(IntFlag):
 
 
 class Seal(NamedTuple):
-    """Encryption of a payload on disk (disk/sealing.py). `nonce` and `tag` are empty until the payload is sealed."""
+    """Encryption of a payload on disk (disk/sealing.py). `nonce` and `tag` are empty until the payload is encrypted."""
 
     key_id: bytes
     nonce: bytes = b""

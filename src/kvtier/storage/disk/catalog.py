@@ -1,6 +1,6 @@
 """Catalog: the metadata of a disk store (objects, slots, holds, eviction order). It does no I/O and has no lock.
 
-A held object keeps its slot, so its bytes do not change. A slot is in one of these states:
+A held object keeps its slot, so the bytes of the object do not change. A slot is in one of these states:
 
     free --take()--> held by a writer --publish()--> published --discard(), evict() or replaced--> gone
      ^                    |                                                                          |
@@ -150,7 +150,7 @@ class Catalog:
         """Add the object in a writer's slot. Return the outdated object of the same key, or None.
 
         The outdated object is normally the previous one. If the previous object has a higher sequence, the outdated
-        object is the one in the writer's slot. The caller blanks the record of the outdated object and releases it.
+        object is the one in the writer's slot. The caller blanks its record and releases the object.
         """
         segment = self._segments[record.segment]
         entry = Entry(record, segment.shape.slot_bytes)
@@ -192,7 +192,7 @@ class Catalog:
         return own
 
     def coldest_segment(self, except_slot_bytes: int = 0) -> int | None:
-        """Return the number of the least recently used segment without holds. Skip segments with this slot size."""
+        """Return the number of the least recently used segment without holds. Skip segments with this size of slots."""
         candidates = (s for s in self._segments.values() if not s.num_holds and s.shape.slot_bytes != except_slot_bytes)
         coldest = min(candidates, key=lambda segment: segment.used_at, default=None)
         return coldest.shape.number if coldest else None

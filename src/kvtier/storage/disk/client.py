@@ -7,12 +7,12 @@ given to another process. Locks prevent such a write:
 
     A client that writes to a slot:
         1. locks the slot,
-        2. raises ConnectionError if the connection has ended or if the socket in the folder has changed,
+        2. raises ConnectionError if the connection has ended or if the owner's socket in the folder has changed,
         3. writes the payload and unlocks the slot.
 
     An owner that frees the slots of a client:
         1. ends the connection or, if the client belongs to the previous owner, creates a new socket,
-        2. frees the slots that are not locked, and frees the locked ones later.
+        2. frees the slots that are not locked, and later the locked slots.
 
 The lock is a byte-range lock of an open file. The kernel removes it if the process ends.
 """
@@ -43,7 +43,7 @@ from kvtier.storage.store import ObjectResult, ObjectStatus
 class SlotClient:
     """The counterpart of SlotAllocator in a process that does not own the folder. Thread-safe.
 
-    Reads and writes use separate connections, so that a lookup does not wait while the owner makes room for a write.
+    Lookups and writes use separate connections, so that a lookup does not wait while the owner makes room for a write.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class SlotClient:
         try:
             self._call(self._writes, ["sync"])
         except OSError as error:
-            return [] if isinstance(error, ConnectionError) else [error]  # the next owner syncs everything at its close
+            return [] if isinstance(error, ConnectionError) else [error]  # the next owner flushes everything at its end
         return []
 
     # --- payloads
@@ -187,7 +187,7 @@ class SlotClient:
         self._transfer(place, write)
 
     def _transfer(self, place: SlotRef, operation: Any) -> int:
-        """Open the slots file for one transfer. If it stayed open, deleting it would not free its space."""
+        """Open the slots file for one transfer. If the file stayed open, deleting it would not free its space."""
         path = os.path.join(self._folder, slots_name(place.segment))
         while True:
             is_direct = self._direct
@@ -209,7 +209,7 @@ class SlotClient:
     def check_owner(self) -> None:
         """Raise ConnectionError if the connection has ended or the owner has changed."""
         if self.is_lost or socket_stamp(self._folder) != self._stamp:
-            self._end()  # if only the socket was deleted, the owner still runs, but all later checks would fail too
+            self._end()  # even if only the socket was deleted, because all later checks would fail too
             raise ConnectionResetError(f"the connection to process {self.owner} has ended")
 
     def _call(

@@ -83,7 +83,7 @@ class TenantKeys:
             return sorted(self._by_tenant)
 
     def key_for(self, tenant: bytes) -> TenantKey:
-        """Return the key for new objects of a tenant. If there is none, create it and flush it to the disk."""
+        """Return the key for new objects of a tenant. If there is none, create a key and flush it to the disk."""
         with self._lock:
             key = self._by_tenant.get(tenant)
             if key is None or not self._is_current(key):
@@ -104,7 +104,7 @@ class TenantKeys:
             self._load()
 
     def delete(self, tenant: bytes) -> bool:
-        """Delete the key of a tenant, so that its data become unreadable. Return False if the tenant has no key."""
+        """Delete a tenant's key, so that the tenant's data become unreadable. Return False if the tenant has no key."""
         with self._lock:
             path = self._path(tenant)
             if self._files.stamp(path) is None:
@@ -162,7 +162,7 @@ class TenantKeys:
                     return self._remember(self._read(path))
             except FileNotFoundError:  # deleted by another process since `stamp`
                 pass
-            except FormatError:  # the file must be damaged, because with another secret it would have another name
+            except FormatError:  # the file is damaged; the file of another secret would have another name
                 self._files.unlink(path)
             self._create(path, tenant)
         return self._remember(self._read(path))

@@ -42,7 +42,7 @@ from kvtier.storage.record import BLANK, RECORD_BYTES, Record, Seal
 from kvtier.storage.store import KEY_BYTES
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: process, user and group of the client
-_SEALED = Seal(bytes(16))  # placeholder in the record of an object that the client seals after the reservation
+_SEALED = Seal(bytes(16))  # placeholder in the record of an object that the client encrypts after the reservation
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED)
 """Temporary errors of `accept`, for example a lack of descriptors. Later calls can succeed."""
 _RETRY_S = 0.1  # pause before the next `accept` after a temporary error
@@ -51,9 +51,9 @@ _RETRY_S = 0.1  # pause before the next `accept` after a temporary error
 class SlotServer:
     """The socket of the owner. One thread accepts connections, and one thread per connection answers requests.
 
-    The constructor creates a new socket in the folder. Clients of the previous owner start no write when they find the
-    new socket. The owner can therefore look for the slots to which these clients are still writing. `start` begins to
-    accept connections.
+    The constructor creates a new socket in the folder. Clients of the previous owner start no more writes, because they
+    check the socket before each write. The owner can then find the slots to which these clients are still writing.
+    `start` begins to accept connections.
     """
 
     def __init__(self, folder: str) -> None:
@@ -213,7 +213,7 @@ class _Session:
     def _clean_up(self) -> None:
         self._slots.release([entry for entries in self._held.values() for entry in entries])
         self._slots.give_back(self._reserved)
-        with contextlib.suppress(OSError):  # slots that cannot be blanked are not reused
+        with contextlib.suppress(OSError):  # a slot whose record cannot be blanked is not reused
             self._slots.wipe(self._discarded)
 
     # --- requests

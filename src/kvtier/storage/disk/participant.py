@@ -23,8 +23,8 @@ from kvtier.storage.disk.space import SlotAllocator
 _POLL_S = 0.005  # pause between attempts to lock the folder or to connect to its owner
 _MAX_SILENCE_S = 2.0
 """Longest wait of `open` for the socket of a locked folder. An owner creates its socket directly after it has locked
-the folder. Reasons for a missing socket: the owner is closing the store, runs an earlier kvtier or is on another
-machine, or the filesystem has no sockets."""
+the folder. No socket accepts connections if the owner is closing the store, is on another machine, or runs an earlier
+kvtier. Some filesystems do not support sockets."""
 
 
 class Participant:
@@ -56,7 +56,7 @@ class Participant:
         """Return the slots. Connect to the owner or take over the folder, if necessary.
 
         Raise StoreError if the folder cannot be opened, or if it is locked but no socket accepts connections within
-        `patience_s`. Raise OSError at once for other errors, such as an owner that does not reply in time.
+        `patience_s`. Raise OSError for other errors, for example if the owner accepts a connection but does not reply.
         """
         if self.owned is not None:
             return self.owned

@@ -2,7 +2,7 @@
 
     LOCK                  contains the process id of the owner, which locks this file and the folder
     segment-00000012.*    files of a segment (segment.py); incomplete segments are deleted
-    quarantine/           segments with invalid superblocks; they are kept until the operator deletes them
+    quarantine/           segments with invalid headers; they are kept until the operator deletes them
     keys/                 keys of the tenants, if the store is encrypted (keys.py)
     other files           are ignored
 
@@ -38,15 +38,15 @@ _NO_FOLDER_LOCKS = (errno.EBADF, errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno
 class FolderLock:
     """The lock of a store's folder, held until `release` or the end of the process.
 
-    The folder itself is locked, so that deleting the file LOCK does not unlock it. The file LOCK is locked too, because
-    earlier versions lock only this file.
+    The folder itself is locked, so that deleting the file LOCK does not unlock the folder. The file LOCK is locked too,
+    because earlier versions lock only this file.
 
     Both locks are flock(2) locks, which also exclude a second store in the same process. POSIX locks would not exclude
     such a store, and they would be dropped as soon as any descriptor of the file is closed.
 
-    A forked child shares flock locks and could keep the folder locked. A fork hook therefore closes the descriptors in
-    the child, and `release` unlocks explicitly. The hook cannot be unregistered, so it has only a weak reference to
-    this object.
+    A forked child shares the locks of its parent and could keep the folder locked. A fork hook therefore closes the
+    descriptors in the child, and `release` unlocks explicitly. The hook cannot be unregistered, so it has only a weak
+    reference to this object.
     """
 
     def __init__(self, folder: str) -> None:
@@ -138,20 +138,20 @@ class Recovered:
     foreign: list[SlotRef] = field(default_factory=list)
     """Slots whose objects this process cannot decrypt, because their encryption keys need another secret."""
     num_bad: int = 0
-    """Number of invalid records and superblocks."""
+    """Number of invalid records and segment headers."""
     quarantine_bytes: int = 0
     last_number: int = 0
     """Highest segment number, unreadable segments included."""
 
 
 def recover(files: Files, folder: str, max_bytes: int, *, direct: bool, keys: TenantKeys | None = None) -> Recovered:
-    """Open a folder's segments. Delete incomplete ones and those larger than `max_bytes`. Quarantine unreadable ones.
+    """Open a folder's segments. Delete segments that are incomplete or larger than `max_bytes`. Quarantine unreadable ones.
 
-    Raise VersionError if a newer kvtier has written a segment. Raise StoreError if a segment is encrypted and `keys` is
-    None, or if a segment is not encrypted and there are keys. These errors leave the folder unchanged.
+    Raise VersionError if a newer kvtier has written a segment. Raise StoreError if a segment is encrypted but `keys` is
+    None, or if a segment is not encrypted but `keys` is given. These errors leave the folder unchanged.
     """
     if keys is not None:
-        keys.reload()  # records with unknown encryption keys would be blanked
+        keys.reload()  # otherwise, records with unknown encryption keys would be overwritten with zeros
     found = Recovered()
     quarantine = os.path.join(folder, QUARANTINE)
     if os.path.islink(quarantine):
@@ -206,7 +206,7 @@ def _check_sealing(folder: str, shapes: Sequence[SegmentHeader], keys: TenantKey
 
 
 def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -> SegmentHeader | None:
-    """Return a segment's header, or None if it is unreadable, has another number, or too many slots for both files."""
+    """Return a segment's header, or None if it is unreadable, has a wrong number, or has more slots than any file."""
     data = bytearray(SUPERBLOCK_BYTES)
     descriptor = files.open(os.path.join(folder, table_name(number)))
     try:

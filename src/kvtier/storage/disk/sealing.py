@@ -15,9 +15,9 @@ records in a segment of version 2 are sealed.
 The slot contains payload and token ids, encrypted together. Encryption does not change their size, because the tag is
 in the record. With a tag after the payload, an object that exactly fills a slot would need a larger slot.
 
-The checksum in the plain record covers only the first 4096 bytes of the payload. If it differs when an object is
-written again, the stored object need not be read for a comparison. The tag protects all bytes of the payload.
-Somebody who can read the disk, but has no keys, sees slot sizes, write times and bytes 0 to 47 of each record.
+The tag protects all bytes of the payload. The checksum in the plain record covers only the first 4096 bytes. It is used
+only to compare objects: if the checksums differ, the payloads need not be compared. Somebody who can read the disk, but
+has no keys, sees slot sizes, write times and bytes 0 to 47 of each record.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def seal_payload(
 
 
 def open_payload(key: TenantKey, record: Record, room: memoryview, num_read: int) -> memoryview:
-    """Decrypt the bytes of a slot, and return them as a part of `room`.
+    """Decrypt the bytes of a slot. Return the decrypted bytes, which are a part of `room`.
 
     `room` must have `room_bytes(record)` bytes, and the first `num_read` of them are the bytes of the slot. Raise
     FormatError if these bytes are too few or were changed on the disk.
@@ -86,7 +86,7 @@ def room_bytes(record: Record) -> int:
 
 
 def pack_record(record: Record, keys: TenantKeys | None) -> bytes:
-    """Return the record for the table of a segment. A sealed record whose key was deleted becomes blank."""
+    """Return a record's bytes for the table of a segment: zeros if the record is sealed and its key was deleted."""
     if record.seal is None:
         return record.pack()
     key = None if keys is None else keys.find(record.seal.key_id)

@@ -17,10 +17,10 @@ Superblock, little-endian:
      32   4060  zeros
    4092      4  CRC-32 of the first 4092 bytes
 
-The payload is written before the record, so a process that dies while it writes a payload leaves no record. Before the
-slot is written again, the record is blanked (overwritten with zeros) or, if the payload was corrupt, marked as
-quarantined. If the disk reordered these writes before a power failure, the checksum in the record does not match the
-payload.
+The payload is written before the record, so a process that dies while it writes a payload leaves no record. Before a
+slot is reused, its record is normally blanked (overwritten with zeros). The record of a corrupt payload is marked as
+quarantined instead. If the disk reordered these writes before a power failure, the checksum in the record does not
+match the payload.
 
 A table gets its final name when both files are complete on disk. If only one of the two files exists, the creation or
 deletion of the segment was interrupted.
@@ -91,7 +91,7 @@ class SegmentHeader:
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the slots file and the table file."""
+        """Total bytes of the slots file and the table file."""
         return self.table_bytes + self.slots_bytes
 
     @classmethod
@@ -164,7 +164,7 @@ class Segment:
 
     @classmethod
     def create(cls, files: Files, folder: str, shape: SegmentHeader, *, direct: bool) -> Segment:
-        """Create the files of a segment, then rename the table to its final name. If that fails, delete the files."""
+        """Create the files of a segment, then rename the table to its final name. If a step fails, delete the files."""
         slots, table = (os.path.join(folder, name(shape.number)) for name in (slots_name, table_name))
         made = []
         try:
@@ -262,7 +262,7 @@ class Segment:
         self._transfer(self._files.write, slot, buffers)
 
     def read_slot(self, slot: int, buffer: memoryview) -> int:
-        """Fill a buffer, aligned as for `write_slot`, and return the number of bytes read (see `Files.read`)."""
+        """Read a slot into a buffer, aligned as for `write_slot`. Return the number of bytes (see `Files.read`)."""
         return self._transfer(self._files.read, slot, buffer)
 
     def _transfer(self, operation: Callable[[int, _Memory, int], _Result], slot: int, memory: _Memory) -> _Result:
