@@ -1,8 +1,8 @@
 """Open stores by URL: one store for all shards, or one store per shard.
 
-A remote store keeps all shards of all blocks together. A disk store with S shards consists of S folders, and each rank
-opens the folders of its own shards, so that ranks do not wait for each other. Several kvtier servers can open the same
-folders.
+A shard is the part of a block with some of the KV heads. A remote store keeps all shards together. A disk store with S
+shards consists of S folders. Each rank opens the folders of its own shards, so that ranks do not wait for each other.
+Several kvtier servers can open the same folders.
 
     disk:/kv, 4 shards        /kv/shard-0-of-4   /kv/shard-1-of-4   /kv/shard-2-of-4   /kv/shard-3-of-4
     opened by 2 ranks         |------------ rank 0 ------------|   |------------ rank 1 ------------|
@@ -46,13 +46,14 @@ _S3_THREADS = 16  # each request has one object and mostly waits for the network
 def open_store(
     where: str | Sequence[str], *, secret: bytes | None = None, shard: int = 0, num_shards: int = 1
 ) -> Store:
-    """Open the store at a URL. Several URLs make a Cascade, which reads in order. `write=no` makes a URL read-only.
+    """Open the store at a URL. Several URLs make a Cascade, which reads from the stores in the order of the URLs.
 
         store = open_store(["disk:/mnt/nvme/kv?bytes=200GiB", "redis://cache.example?ttl=7d"])
 
     `secret` encrypts objects on servers and disks with AES-GCM; `?secret=FILE` sets the secret for one URL. On a disk,
     each tenant has its own key. A disk store with `num_shards` > 1 has one subfolder per shard. This call opens the
-    subfolder of `shard`, which gets an equal share of the bytes. docs/stores.md lists the URL options.
+    subfolder of `shard`, which gets an equal share of the bytes. docs/stores.md lists the URL options; for example,
+    `write=no` makes a store read-only.
 
     Raises ArgumentError (invalid URL), UnavailableError (missing extra) or StoreError (the store cannot be opened).
     """
@@ -342,7 +343,7 @@ def _extra(extra: str, options: _UrlOptions) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ShardStores:
-    """Stores for the shards of one rank: one store for all shards, or one store per shard, beginning with `first`."""
+    """Stores for one rank: one store for all shards, or one store per shard. `first` is the rank's first shard."""
 
     stores: tuple[Store, ...]
     first: int = 0
@@ -361,7 +362,7 @@ class ShardStores:
 
     @property
     def stats(self) -> StoreStats:
-        """Stats without those of `replicated`, which are part of the stats of rank 0."""
+        """Sum of the stats of `stores`. `replicated` is omitted, because rank 0 has opened the same folder."""
         return sum_stats([store.stats for store in self.stores])
 
     def register(self, memory: memoryview) -> None:

@@ -33,7 +33,7 @@ class Scattered(Sequence[memoryview]):
     """Many pieces of one buffer, which hold the bytes of an object. Faster to process than a list of pieces."""
 
     def __init__(self, memory: memoryview, offsets: np.ndarray, sizes: np.ndarray) -> None:
-        """Piece i has `sizes[i]` bytes, at offset `offsets[i]` of `memory`. Raise ArgumentError if it is outside."""
+        """Piece i is `sizes[i]` bytes of `memory` at `offsets[i]`. Raise ArgumentError for a piece outside `memory`."""
         self.memory = view_of(memory)
         self.offsets, self.sizes = offsets.astype(np.int64, copy=False), sizes.astype(np.int64, copy=False)
         is_inside = self.offsets.shape == self.sizes.shape and self.offsets.ndim == 1 and len(self.offsets)
@@ -87,12 +87,12 @@ class ObjectStatus(Enum):
     STORED = "stored"
     REMOVED = "removed"
     MISSING = "missing"
-    """The object is absent, has expired, is not the expected object (another namespace, other tokens or length), or
-    cannot be decoded (its encryption key was deleted, or its format is newer). See `reason`."""
+    """The object is absent, has expired, or is not the expected object (another namespace, other tokens or length). It
+    is also MISSING if its encryption key was deleted or its format is too new. See `reason`."""
     CORRUPT = "corrupt"
     """The object's bytes have changed since they were stored. The store quarantines or deletes the object."""
     FAILED = "failed"
-    """Caused by an error, a missed deadline, a full store, or an open breaker."""
+    """Caused by an error, a missed deadline, a full store, or an open circuit breaker."""
 
 
 _OK = frozenset((ObjectStatus.FOUND, ObjectStatus.STORED, ObjectStatus.REMOVED))
@@ -296,7 +296,7 @@ class Store(Protocol):
 
 @runtime_checkable
 class UsesMemory(Protocol):
-    """Optional interface of stores and buckets that prepare memory before blocks are copied from or to it.
+    """Optional interface of stores and buckets (remote/bucket.py) that prepare memory for copies of blocks.
 
     If the preparation fails, a store raises StoreError and a bucket raises BucketError, but later calls are not
     affected. There is no deadline, because a call may pin gigabytes.
@@ -338,7 +338,7 @@ def num_bytes(views: Sequence[memoryview]) -> int:
 
 
 def last_writes(writes: Sequence[Write]) -> dict[bytes, int]:
-    """Return the index of the last write to each key. Earlier writes to the key are not executed."""
+    """Return the index of the last write to each key. Earlier writes to the same key are not executed."""
     return {write.key: index for index, write in enumerate(writes)}
 
 

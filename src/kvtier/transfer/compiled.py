@@ -1,12 +1,11 @@
-"""Compile block ids into tables of copies. Ids are checked and sorted once per transfer, and a table is built for each
-slice.
+"""Compile block ids into tables of copies, one table per slice of the transfer.
 
 A slice contains some blocks, with all layers or with one group of layers. It is submitted as a unit, and arrives or
-fails as a unit. A staged slice fits into one slot of the staging ring (staging.py). Other slices have about
-`slice_bytes` bytes.
+fails as a unit. With the strategy "staged", a slice fits into one slot of the staging ring, a buffer in device memory
+(staging.py). Other slices have about `slice_bytes` bytes.
 
-    blocks, sorted by destination     0 ........ 31 | 32 ........ 63 | ...
-    layer-wise: layers 0-7 of all blocks, then layers 8-15 of all blocks, ...
+    slices of a transfer      blocks 0-31 | blocks 32-63 | ...         (blocks are sorted by destination)
+    layer-wise transfer       the slices of layers 0-7, then the slices of layers 8-15, ...
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ def sort_moves(device_ids: Ids, host_ids: Ids, direction: Direction, num_device:
 def block_copies(
     device_ids: I64, host_ids: I64, device: Strided, host: Strided, nbytes: int, run_blocks: int, direction: Direction
 ) -> I64:
-    """Return the copies (rows SRC, DST, NBYTES) for blocks of `nbytes` bytes that are contiguous on both sides.
+    """Return the copies (rows SRC, DST, NBYTES) for blocks of `nbytes` contiguous bytes.
 
-    Blocks that are adjacent on both sides become one copy. The host memory consists of pieces of `run_blocks` blocks
-    (0: a single piece), and no copy spans two pieces.
+    Blocks that are adjacent both on the device and on the host become one copy. The host memory consists of pieces of
+    `run_blocks` blocks (0: a single piece), and no copy spans two pieces.
     """
     code = native().code
     if code is not None and len(device_ids):
@@ -80,7 +79,7 @@ def block_copies(
 
 
 def copy_table(device_side: I64, host_side: I64, nbytes: I64, direction: Direction) -> I64:
-    """Return copies (rows SRC, DST, NBYTES) between addresses. `host_side` may be in staging memory on the device."""
+    """Return the copies (rows SRC, DST, NBYTES) between two arrays of addresses. `host_side` may be staging memory."""
     table = np.empty((3, device_side.size), np.int64)
     device_row, host_row = (SRC, DST) if direction is Direction.D2H else (DST, SRC)
     table[device_row] = device_side.reshape(-1)
@@ -90,13 +89,13 @@ def copy_table(device_side: I64, host_side: I64, nbytes: I64, direction: Directi
 
 
 _STAGE_ALIGNMENT = 256  # a gather kernel can load 16 bytes at once only from aligned addresses
-_FIRST_SHARE = 16  # a small first chunk has 1/16 of the blocks, at least FIRST_CHUNK_BYTES and at most a whole slot
+_FIRST_SHARE = 16  # the small chunk (see _staged_chunks) has 1/16 of the blocks, but at least FIRST_CHUNK_BYTES
 
 
 Tables = tuple[I64, I64 | None]
-"""Two tables of copies with the rows SRC, DST and NBYTES. The first has the copies over the link. The second has the
-copies between the cache and staging memory; it is None unless the strategy is "staged". Addresses in staging memory are
-relative to the start of a slot of the staging ring."""
+"""Two tables of copies with the rows SRC, DST and NBYTES. The first has the copies over the link between device and
+host. The second has the copies between the cache and staging memory; it is None unless the strategy is "staged".
+Addresses in staging memory are relative to the start of the slot of the slice."""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +151,7 @@ def compile_transfer(
 ) -> CompiledTransfer:
     """Check the ids, choose a strategy, and split the transfer into slices."""
     group, num_slots = cache.group, host.num_ready
-    host.keep()  # raises if freed
+    host.keep()  # raises if the memory was freed
     if host.group != group:
         raise ArgumentError(f"the host memory belongs to another cache group than {group.name!r}")
     moves = sort_moves(device_ids, host_ids, direction, cache.num_blocks, num_slots)
@@ -191,8 +190,8 @@ def _limits(sizes: Sequence[int]) -> list[tuple[int, int]]:
 def _staged_chunks(count: int, span_bytes: int, chunk_bytes: int, *, ramp: bool) -> list[int]:
     """Return the number of blocks in each chunk. A chunk is copied through one slot of the staging ring.
 
-    With `ramp`, the first chunk is small, because the link is idle while this chunk is gathered. For H2D, the caller
-    reverses the list. The small chunk is then the last one, and the link is idle while it is scattered.
+    With `ramp`, the first chunk is small, because the link is idle while this chunk is gathered into the slot. For H2D,
+    the caller reverses the list: the link is idle while the last chunk is scattered, so this chunk is small.
     """
     stride = _stage_stride(span_bytes)
     step = chunk_bytes // stride

@@ -18,7 +18,7 @@ from kvtier.transfer.block_view import BlockView
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRange:
-    """Some layers of a block, and their contiguous segments in the device cache (one segment if block-first)."""
+    """Some layers of a block, and their segments in the device cache. A contiguous block has one segment."""
 
     span: Span
     """Position of the layers in the block."""
@@ -39,7 +39,7 @@ class DeviceCache:
         DeviceCache.block_first(group, tensor)              [block, layer, K/V, ...]: a block is contiguous
         DeviceCache.layer_first(group, [{"key": k, "value": v}, ...])   [block, ...] for each layer and role
 
-    Layer-first tensors may be views into one tensor (such as tensor[:, 0]); adjacent parts are copied together.
+    Layer-first tensors may be views into one tensor, such as tensor[:, 0]. Adjacent parts are then copied together.
     """
 
     def __init__(self, group: CacheGroup, views: Sequence[tuple[int, int, BlockView]]) -> None:
@@ -75,7 +75,7 @@ class DeviceCache:
 
     @classmethod
     def layer_first(cls, group: CacheGroup, layers: Sequence[Mapping[str, torch.Tensor]]) -> DeviceCache:
-        """Use one mapping from role to tensor for each layer of the group."""
+        """Use one mapping from role (such as "key") to tensor for each layer of the group."""
         wanted = [{each.name for each in layer.tensors} for layer in group.layers]
         given = [{*layer} for layer in layers]
         if wanted != given:
@@ -121,7 +121,7 @@ class DeviceCache:
 
 
 def _segments(views: Sequence[tuple[int, int, BlockView]]) -> I64:
-    """Join parts that are adjacent in one allocation. Returns rows for LayerRange: pointer, stride, nbytes, offset."""
+    """Join parts that are adjacent in one allocation. Return rows for LayerRange: pointer, stride, nbytes, offset."""
     columns: list[list[int]] = []
     expected = None  # allocation, address and stride of a part that would continue the last segment
     for _, offset, view in views:

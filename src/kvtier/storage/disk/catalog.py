@@ -150,7 +150,7 @@ class Catalog:
         """Add the object in a writer's slot. Return the outdated object of the same key, or None.
 
         The outdated object is normally the previous one. If the previous object has a higher sequence, the outdated
-        object is the one in the writer's slot. The caller blanks its record and releases the object.
+        object is the one in the writer's slot. The caller blanks the outdated object's record and releases the object.
         """
         segment = self._segments[record.segment]
         entry = Entry(record, segment.shape.slot_bytes)

@@ -145,7 +145,7 @@ class Recovered:
 
 
 def recover(files: Files, folder: str, max_bytes: int, *, direct: bool, keys: TenantKeys | None = None) -> Recovered:
-    """Open a folder's segments. Delete segments that are incomplete or larger than `max_bytes`. Quarantine unreadable ones.
+    """Open a folder's segments. Delete segments that are incomplete or exceed `max_bytes`. Quarantine unreadable ones.
 
     Raise VersionError if a newer kvtier has written a segment. Raise StoreError if a segment is encrypted but `keys` is
     None, or if a segment is not encrypted but `keys` is given. These errors leave the folder unchanged.

@@ -33,10 +33,10 @@ def slot_bytes_for(nbytes: int) -> int:
 
 
 class SlotAllocator:
-    """Slots for objects, with their files.
+    """The slots of a folder, with their metadata and files.
 
     `_lock` protects the metadata. It is never held during I/O, so that a hanging disk blocks only the threads that
-    access the disk. `_growth` ensures that only one thread at a time creates or deletes segments and evicts objects.
+    access the disk. `_growth` ensures that only one thread at a time creates or deletes segments, or evicts objects.
 
     To blank a record means to overwrite it with zeros in the table of its segment, so that the slot can be reused.
     """
@@ -95,7 +95,7 @@ class SlotAllocator:
             foreign = [place.slot for place in found.foreign if place.segment == number]
             late = self._late_slots(segment, occupied)
             self._late.update(SlotRef(number, slot) for slot in late)
-            self._blank(SlotRef(number, slot) for slot in late)  # records of objects that the clients are overwriting
+            self._blank(SlotRef(number, slot) for slot in late)  # clients are overwriting the payloads of these slots
             last = [slot for slot in (*bad, *foreign) if slot not in late]
             self._catalog.add_segment(segment.shape, [*occupied, *late], last)
         for record in found.records:
@@ -108,7 +108,7 @@ class SlotAllocator:
         self._trim()
 
     def limit(self, max_bytes: int) -> None:
-        """Lower the size limit of the folder to `max_bytes`, the limit of another process. Ignore a larger limit."""
+        """Lower the size limit of the folder to the limit of another process. Ignore a limit that is not lower."""
         with self._growth:
             if max_bytes < self._max_bytes:
                 self._max_bytes = max_bytes
@@ -116,7 +116,7 @@ class SlotAllocator:
                 self._trim()
 
     def _trim(self) -> None:
-        """Delete the least recently used segments until the files are within the limit. Keep held segments."""
+        """Delete the least recently used segments until the files are within the limit. Keep segments with holds."""
         while self.used_bytes > self._max_bytes:
             with self._lock:
                 coldest = self._catalog.coldest_segment()
@@ -193,10 +193,9 @@ class SlotAllocator:
     def reserve(self, record: Record, *, sync: bool) -> SlotRef | ObjectResult:
         """Reserve a slot for an object. Evict other objects if space is short.
 
-        The record of the slot is blank, or describes a corrupt object or one that cannot be decrypted. Return a
-        result instead of a slot if an equal object is already stored, if there is no room, or if the daily limit is
-        reached. With `sync`, an already stored object is flushed to the disk. A sealed object is never compared with
-        the stored one.
+        Return a result instead of a slot if an equal object is already stored, if there is no room, or if the daily
+        limit is reached. With `sync`, an equal stored object is flushed to the disk. Encrypted objects are compared by
+        the caller, not here.
         """
         if record.seal is None and self._use_same(record, sync):
             return ALREADY_STORED
@@ -270,7 +269,7 @@ class SlotAllocator:
                 self._wiped.notify_all()
 
     def quarantine(self, entry: Entry) -> None:
-        """Remove a corrupt object from the index and mark its record. The slot is reused last."""
+        """Remove a corrupt object from the index and mark its record as quarantined. The slot is reused last."""
         with self._lock:
             if self._catalog.find(entry.record.key) is not entry:
                 return  # removed while it was read
@@ -288,7 +287,7 @@ class SlotAllocator:
         self._wipe([entry])
 
     def give_back(self, places: Iterable[SlotRef]) -> None:
-        """Free unpublished slots whose records can be blanked. If a client still writes to a slot, free it later."""
+        """Blank the records of unpublished slots and free the slots. A slot in use by a client is freed later."""
         for place in places:
             try:
                 self._blank([place])
@@ -356,8 +355,7 @@ class SlotAllocator:
     def write_records(self, records: Mapping[SlotRef, bytes]) -> None:
         """Write packed records or blanks into the tables, where they survive the end of the process.
 
-        The records of adjacent slots are written together. This step is worth optimising, because it does not overlap
-        with other I/O of a batch.
+        The records of adjacent slots are written together, because no other I/O of the batch overlaps with this step.
         """
         places = sorted(records)
         starts = [i for i, (number, slot) in enumerate(places) if not i or places[i - 1] != (number, slot - 1)]
@@ -366,12 +364,12 @@ class SlotAllocator:
             self._segments[places[first].segment].write_records(places[first].slot, data)
 
     def sync_slots(self, numbers: Iterable[int]) -> None:
-        """Flush the payloads of these segments. The caller must prevent their deletion, for example by a hold."""
+        """Flush the slots of segments. The caller must prevent the deletion of the segments, for example by a hold."""
         for number in numbers:
             self._segments[number].sync_slots()
 
     def sync_tables(self, numbers: Iterable[int]) -> None:
-        """Flush the records of these segments. The caller must prevent their deletion, for example by a hold."""
+        """Flush the tables of segments. The caller must prevent the deletion of the segments, for example by a hold."""
         for number in numbers:
             self._segments[number].sync_table()
 
@@ -436,7 +434,7 @@ class SlotAllocator:
                 self._wipe([victim])
 
     def _could_grow(self, slot_bytes: int) -> bool:
-        """True if a new segment would fit after all other segments were deleted."""
+        """True if a new segment would fit into the limits if all segments were deleted."""
         needed = self._shape(0, slot_bytes, self._segment_bytes).file_bytes
         free = self._files.free_bytes(self._folder) + self._catalog.file_bytes - needed
         return needed + self._quarantine_bytes <= self._max_bytes and free >= self._min_free_bytes

@@ -54,10 +54,10 @@ from kvtier.storage.store import (
 )
 
 KEYS = "keys"
-"""Default name of the folder with the keys of an encrypted store, in the folder of the store."""
+"""Default name of the subfolder with the keys of an encrypted store."""
 FOUND = ObjectResult(ObjectStatus.FOUND)
 _OWNER_ENDED = ObjectResult(ObjectStatus.FAILED, reason="the process that managed the folder has ended")
-"""Result if the folder's owner has ended. `_call` recognises it by identity and tries again with the next owner."""
+"""Result if the folder's owner has ended. `_call` checks for this instance, and tries again with the next owner."""
 _MIN_ANSWER_S = 1.0
 """Minimum timeout of a request to the owner."""
 Slots = SlotAllocator | SlotClient
@@ -75,7 +75,7 @@ class Sync(Enum):
     """Flush when the store is closed. Stored objects survive any end of the process. A power failure may damage objects
     that were stored since the store was opened, but the checksums detect the damage."""
     WRITE = "write"
-    """Flush before `write` and `remove` return, so that their results survive a power failure."""
+    """Flush before `write` and `remove` return, so that their changes survive a power failure."""
 
 
 def default_threads() -> int:
@@ -92,9 +92,9 @@ class DiskStore:
 
         store = DiskStore("/mnt/nvme/kv", 200 << 30)
 
-    The first process that opens the folder owns it and manages the slots. The other processes request slots from the
-    owner, but read and write the payloads themselves. When the owner ends, another process takes over. All processes
-    should use the same settings.
+    The first process that opens the folder owns it and manages the slots (places for objects in the files). The other
+    processes request slots from the owner, but read and write the payloads themselves. When the owner ends, another
+    process takes over. All processes should use the same settings.
 
     `max_bytes` limits the total size of all files. If processes use different values, the smallest one applies.
     `direct` bypasses the page cache, which would only duplicate hot blocks of the host tier. It has no effect if the
@@ -187,8 +187,7 @@ class DiskStore:
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
         """Delete objects. With Sync.WRITE, they stay deleted after a power failure.
 
-        If this process owns the folder and the breaker does not refuse the call, the objects can no longer be found,
-        even if the result is FAILED.
+        In the owner of the folder, even a FAILED object can no longer be found, unless the breaker refused the call.
         """
         begin = self._meter.begin(keys)
         outcomes = self._call(keys, self._plan_removals, timeout_s)
@@ -209,7 +208,7 @@ class DiskStore:
         """Finish running calls, stop the threads, flush everything to the disk and unlock the folder.
 
         Wait at most `timeout_s` for calls and at most `timeout_s` for flushing. If the disk hangs, the files stay open
-        and the folder stays locked until the process ends. Raise StoreError if the disk fails.
+        and the folder stays locked until the process ends. Raise StoreError if flushing fails.
         """
         with self._close_lock:
             if self._meter.is_closed:
@@ -237,7 +236,7 @@ class DiskStore:
         while not self._participant.leave(self._timeout_s):
             pass  # a request of another process hangs
         owned = self._participant.owned
-        return errors if owned is None else errors + owned.sync_all()  # the second flush does not repeat earlier errors
+        return errors if owned is None else errors + owned.sync_all()  # each flush returns only new errors
 
     @property
     def stats(self) -> StoreStats:
@@ -260,7 +259,7 @@ class DiskStore:
     # --- calls
 
     def _ask(self, question: Callable[[Slots], Answer], timeout_s: float | None) -> Answer | ObjectResult:
-        """Call `question` with the slots. Return its result, or the failure of the store. `question` must do no I/O."""
+        """Return the result of `question` for the slots, or a failure of the store. `question` must do no disk I/O."""
         refusal = self._breaker.refusal(is_try=False)
         if refusal:
             return ObjectResult(ObjectStatus.FAILED, reason=refusal)
@@ -340,7 +339,7 @@ class DiskStore:
     def _load(self, batch: Batch, index: int, slots: Slots, entry: Entry, into: Views, scratch: Scratch) -> None:
         try:
             if batch.is_expired:
-                return  # the job started too late, because an earlier read hung
+                return  # the call returned before this job started
             record = entry.record
             key = None
             if record.seal is not None:
@@ -446,10 +445,10 @@ class DiskStore:
     def _is_stored(
         self, slots: Slots, record: Record, key: TenantKey, parts: Sequence[memoryview | bytes], scratch: Scratch
     ) -> bool:
-        """True if an equal sealed object is stored.
+        """True if an equal encrypted object is stored.
 
-        The checksum of a sealed object covers only its beginning. If the records agree, the stored object is read
-        and compared.
+        The checksum of an encrypted object covers only its beginning. If the records agree, the stored object is
+        therefore read and compared.
         """
         entry = slots.hold([record.key])[0]
         if entry is None:

@@ -43,7 +43,7 @@ class RequestSize:
     max_put_bytes: int = 4 << 20
     """Maximum bytes of one write request."""
     num_puts: int | None = None
-    """Number of write requests per large batch; `max_put_bytes` may require more. None means one per thread."""
+    """Number of write requests per large batch; `max_put_bytes` may require more. None means one request per thread."""
 
 
 class Bucket(Protocol):
@@ -54,7 +54,7 @@ class Bucket(Protocol):
     def exists(self, names: Sequence[str]) -> list[bool]: ...
 
     def fetch(self, names: Sequence[str], limits: Sequence[int], scratch: Scratch) -> list[memoryview | None]:
-        """Return each value, or None for a missing value. Of value i, at most the first `limits[i]` bytes are returned.
+        """Return at most the first `limits[i]` bytes of value i, or None if the value is missing.
 
         If a name belongs to data of another type, such as a Redis list, its value counts as empty. Values may be in the
         scratch memory, so they are valid only until the next `scratch.take`.
@@ -68,7 +68,7 @@ class Bucket(Protocol):
     def put(self, names: Sequence[str], values: Sequence[Parts], scratch: Scratch, *, replace: bool) -> list[Put]:
         """Write values. Without `replace` a bucket may skip existing names.
 
-        Access to `values[i]` computes the value, and may raise a BucketError.
+        The value is computed when `values[i]` is accessed. This access may raise a BucketError.
         """
         ...
 

@@ -3,12 +3,13 @@
     plain     [record 256 | payload]
     sealed    [nonce 12 | record, encrypted 256 | tag 16] [nonce 12 | payload, encrypted | tag 16]
 
-With encryption, the name of an object is a keyed digest of its block key. Record and payload authenticate the name, so
-that an object under a wrong name is detected. The payload also authenticates the record's tag, so that a mix of two
-versions is detected. Somebody who can read the server sees only names, sizes and times. Equal keys have equal names.
+With encryption, the name of an object is a keyed digest of its block key. Both tags also authenticate the name, so that
+an object under a wrong name is detected. The tag of the payload also authenticates the tag of the record, so that a mix
+of two versions of an object is detected. Somebody who can read the server sees only names, sizes and times. Equal keys
+have equal names.
 
-Token ids are not sent to servers. A record contains only a digest derived from them. The digest is keyed if
-CacheConfig.secret is set. That secret is independent of the one that encrypts values here.
+Token ids are not sent to servers. A record contains only a digest of the token ids. This digest is keyed with
+CacheConfig.secret, if this secret is set. The secret that encrypts values is a separate setting.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class MooncakeBucket:
         self._admin_port = admin_port
         self._admin_url = f"http://{master.rpartition(':')[0]}:{admin_port}/get_all_keys"
         self._registered: dict[int, memoryview] = {}  # the views keep the memory alive
-        self._lock = threading.Lock()  # protects the dictionary
+        self._lock = threading.Lock()  # protects `_registered`
         self._changing = threading.Lock()  # held while gigabytes are pinned; requests do not need this lock
         _check_reachable(master, timeout_s)
         self._client = MooncakeDistributedStore()
@@ -75,7 +75,7 @@ class MooncakeBucket:
             raise BucketError(f"the setup of the client failed with code {code}", is_transient=False)
 
     def register(self, memory: memoryview) -> None:
-        # Over TCP, any peer could read and write registered memory. Only the scratch memory of `_take` is registered.
+        # Over TCP, any peer could read and write registered memory, so only the memory of `_take` is registered.
         if not self._is_tcp:
             with self._changing:
                 self._add(memory)
@@ -147,7 +147,7 @@ class MooncakeBucket:
         return done
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Delete objects by force. Without force, the master keeps objects read recently, by default in the last 10 s.
+        """Delete objects by force. Without force, the master keeps recently read objects (by default for 10 s).
 
         A forced deletion has a drawback: a concurrent read may get the bytes of a new object in the same memory.
         """
@@ -180,7 +180,7 @@ class MooncakeBucket:
         self._client.close()
 
     def _take(self, scratch: Scratch, nbytes: int) -> memoryview:
-        """Return registered scratch memory. Range reads need registered memory even over TCP."""
+        """Return registered scratch memory. Even over TCP, `get_into_ranges` needs registered memory."""
         memory = scratch.take(nbytes)
         self._add(memoryview(memory.obj))  # register all scratch memory, because the next take may be longer
         return memory
@@ -209,7 +209,7 @@ class MooncakeBucket:
         return int(counts[0][0][0])
 
     def _pieces(self, values: Sequence[Parts], scratch: Scratch) -> list[list[memoryview]]:
-        """Return the parts of values. Parts that the device cannot read in place are copied to scratch memory."""
+        """Return the parts of values. For RDMA, parts in memory that is not registered are copied to scratch memory."""
         if self._is_tcp:
             return [[part for part in parts if len(part)] for parts in values]
         others = [part for parts in values for part in parts if not self._is_registered(part)]

@@ -1,9 +1,9 @@
 """ObjectBucket: blocks in S3 or a compatible server, Google Cloud or Azure Blob Storage (extra `s3`, `gcs` or `azure`).
 
 A request to these servers handles one object, so requests run in parallel, one per thread. A put without `replace` does
-not change an existing object. RemoteStore then compares the stored object with the new one, and if they differ, puts
-again with `replace`. Expired objects are deleted when they are read; use a lifecycle rule of the bucket for objects
-that are not read.
+not change an existing object. RemoteStore then compares the stored object with the new one. If the objects differ, it
+puts the new object with `replace`. Expired objects are deleted when they are read; use a lifecycle rule of the bucket
+for objects that are not read.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class ObjectBucket:
         return ours, names[limit - 1] if len(names) > limit else ""
 
     def _list_paths(self, offset: str | None, count: int) -> list[str]:
-        """Return `count` or more paths after the offset, if there are enough. Some servers ignore the offset."""
+        """Return `count` or more paths after `offset`, if there are enough. Some servers ignore the offset."""
         paths: list[str] = []
         prefix = self._prefix.rstrip("/") or None
         for chunk in obstore.list(self._store, prefix, offset=offset, chunk_size=count):

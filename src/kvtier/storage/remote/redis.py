@@ -1,7 +1,7 @@
 """RedisBucket: blocks on a Redis or Valkey server, or a cluster. Needs the extra `redis`.
 
 Every request except SCAN is a pipeline of GETRANGE, SET, EXISTS or UNLINK commands, with one pipeline per cluster node.
-Redis evicts on its own (set `maxmemory` and `maxmemory-policy allkeys-lru`), so objects may vanish at any time.
+Redis itself evicts objects (set `maxmemory` and `maxmemory-policy allkeys-lru`), so objects may vanish at any time.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ _SMALL_BYTES = 1 << 14  # pieces up to this size are joined, larger pieces are s
 _READ_BYTES = 1 << 18  # per recv; 576 MiB/s with 256 KiB, 493 MiB/s with 64 KiB (values of 1 MiB, loopback, 2026-11-15)
 
 
-# A server runs one command at a time, so parallel puts cost CPU time. On two cores, of which the server uses one, a put
-# of 32 objects of 1 MiB reaches 0.87 to 0.97 of the raw client's rate in one request, and 0.78 to 0.87 in eight. On a
-# cluster, it reaches 0.76 in one request and 0.86 in eight (2026-11-15). With four or more cores, a large batch is
-# therefore split into several puts.
+# A server runs one command at a time, so parallel puts cost CPU time. A large batch for one server is therefore split
+# only on four or more cores. Write rate as a share of the raw client's rate (32 objects of 1 MiB, 2 cores, 2026-11-15):
+#
+#                in one put      in eight puts
+#   one server   0.87 to 0.97    0.78 to 0.87
+#   cluster      0.76            0.86
 _ONE_SERVER = RequestSize(
     max_names=4096, max_put_bytes=32 << 20, num_puts=max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 )
@@ -50,7 +52,7 @@ class RedisBucket:
     """Strings on a Redis server. Raises BucketError if the server does not respond.
 
     With `is_cluster`, `host` is one of the nodes. `is_encrypted` enables TLS and verifies the server's certificate and
-    host name. The trusted authorities are those of the system or in `ca_file`. `cert_file` and `key_file` identify the
+    host name. `ca_file` adds trusted authorities to those of the system. `cert_file` and `key_file` identify the
     client. Names start with `prefix`; deployments that share a server need different prefixes.
     """
 

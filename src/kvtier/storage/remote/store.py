@@ -42,16 +42,16 @@ Work = Callable[[Sequence[int], Batch, Scratch], None]
 DEFAULT_RETRIES = 2  # further attempts after a transient error
 _MIN_SHARE_BYTES = 1 << 20  # a batch is not split into smaller requests just to use more threads
 _MAX_READ_BYTES = 4 << 20
-"""Limit of a read request; a larger object has its own request. In a larger request, values would leave the CPU cache
-before they are verified, and a late request would run longer. In a smaller request, the round trip would matter."""
+"""Limit of a read request; a larger object has its own request. With a higher limit, values would leave the CPU cache
+before they are verified. With a lower limit, requests would spend much of their time on the round trip."""
 
 
 class RemoteStore:
     """A store on a server, shared by any number of processes.
 
     At most `num_threads` requests run in parallel. `where` names the server in messages. A request with a transient
-    error is retried up to `num_retries` times. The wait before a retry is random: at most `first_wait_s` seconds at
-    first, and twice as much for each further retry. `stats` counts calls, not stored objects.
+    error is retried up to `num_retries` times. The wait before a retry is random. Its upper limit is `first_wait_s`
+    seconds for the first retry, and doubles for each further retry. `stats` counts calls, not stored objects.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RemoteStore:
         names = [self._envelope.name(read.key) for read in reads]
 
         def fetch(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> dict[int, ObjectResult]:
-            """Settle objects. Return damaged and expired objects unsettled, because they must be deleted first."""
+            """Settle objects. Damaged and expired objects must be deleted first, so they are only returned."""
             limits = [num_bytes(views[index]) + self._envelope.extra_bytes for index in chunk]
             values = self._request(batch, self._bucket.fetch, [names[index] for index in chunk], limits, scratch)
             useless = {}
@@ -113,7 +113,7 @@ class RemoteStore:
             if doubtful:
                 # The stored object may be intact. Another client may have removed the object and reused its memory
                 # during the read (Mooncake). A bit may have flipped in transit. The connection may have delivered the
-                # reply to an earlier request. Therefore read again. Only real damage is found twice.
+                # reply to an earlier request. Therefore read the object again.
                 self._bucket.reset()
                 self._run_chunk(confirm, doubtful, batch, scratch)
 
@@ -189,7 +189,7 @@ class RemoteStore:
         return Page(objects, following, time.perf_counter() - begin, num_unreadable=records.count(None))
 
     def register(self, memory: memoryview) -> None:
-        """Send blocks from this memory without copies, if the server's client library supports that."""
+        """From now on, send blocks in this memory without copies, if the server's client library supports that."""
         self._meter.begin()
         if isinstance(self._bucket, UsesMemory):
             self._translate(self._bucket.register, memory)
@@ -233,7 +233,7 @@ class RemoteStore:
         return self._calls.run(len(sizes), plan, timeout_s)
 
     def _chunks(self, sizes: Sequence[int], *, is_put: bool) -> list[list[int]]:
-        """Split a batch into requests: one per thread, or `num_puts` puts. Size limits can change their number."""
+        """Split a batch into about one request per thread, or about `num_puts` puts, within the size limits."""
         limits = self._bucket.request_size
         max_bytes = limits.max_put_bytes if is_put else _MAX_READ_BYTES
         num_requests = (is_put and limits.num_puts) or self._num_threads
@@ -254,7 +254,7 @@ class RemoteStore:
 
     def _run_chunk(self, work: Work, chunk: Sequence[int], batch: Batch, scratch: Scratch) -> None:
         if batch.is_expired:
-            return  # the chunk waited behind a request that hung
+            return  # the call returned before this chunk started
         try:
             work(chunk, batch, scratch)
         except BucketError as error:
