@@ -1,8 +1,8 @@
-"""LearnedShadow: simulates the learned policy at several cache sizes.
+"""LearnedShadow: simulates the learned policy (see learned.py) at several cache sizes.
 
-It caches sampled marks instead of blocks. A mark is a hash of a prompt up to a position (see ghost.py). Values do not
-depend on the size of the cache, so one table of values serves all sizes. The table is learned from the uses of the
-marks. A class consists only of the features `uses` and `new` (see labels.py). The other features are not recorded.
+The simulated caches hold marks instead of blocks. A mark is a hash of a prompt up to a position (see ghost.py). The
+value of a mark depends on its class and its age. It does not depend on the size of the cache, so one ReuseTable serves
+all sizes. The class of a mark consists only of the features `uses` and `new` (see labels.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvtier.index.labels import Cells, new_label
 from kvtier.index.native import IndexNative
 from kvtier.index.reuse import F64, LIMITS, NATIVE_ENDS, NATIVE_USES, ReuseTable
 
-# The values are computed after 32, 64, 128, .. requests with marks, and later after every 1024 requests.
+# The values of the marks are computed after 32, 64, 128, .. requests with marks, and later after every 1024 requests.
 _FIRST_FIT, _LAST_FIT = 32, 1024
 _MEMORY = 8  # marks that are remembered, as a multiple of the largest cache
 _MAX_USES = 4
@@ -33,7 +33,7 @@ class Use(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Last use of a mark: time, place in the order of all uses, class, earlier uses, weight."""
+    """Last use of a mark: time, place in the order of all uses, number of the class, number of earlier uses, weight."""
 
     time: float
     place: int
@@ -43,11 +43,11 @@ class Mark(NamedTuple):
 
 
 class LearnedShadow:
-    """Shadows for the learned policy, with a separate cache for each size."""
+    """Simulated caches with the learned policy, one for each size."""
 
     ignores_repeats = True
-    """True to skip requests whose only mark is the first mark of the previous request. The mark would almost
-    always be a hit at every size, and only its number of uses would change."""
+    """True if GhostCache may skip a request whose only mark is the first mark of the previous request. The mark would
+    almost always be a hit at every size."""
 
     def __init__(self, sizes: Sequence[int], code: IndexNative | None = None) -> None:
         self._cells = Cells()
@@ -58,7 +58,7 @@ class LearnedShadow:
         if code is not None:
             self._native = code.shadow(np.array(sizes, np.int64), self._max_marks, _FIRST_FIT, NATIVE_ENDS, NATIVE_USES)
         self._marks: OrderedDict[int, Mark] = OrderedDict()
-        """Last use of all recent marks, even if no cache holds them; oldest first."""
+        """Recent mark -> its last use, oldest first. Marks that no cache holds are included."""
         self._ended: list[tuple[int, float, float, bool]] = []
         """(class, age, weight, True if used again) of each mark that was used again or forgotten since the last fit."""
         self._num_requests = 0
@@ -126,7 +126,7 @@ class LearnedShadow:
             self._ended.append((old.cell, max(0.0, use.time - old.time), old.weight, False))
 
     def _take(self, now: float) -> list[F64]:
-        """Return observations (class, age, weight) in three arrays: ended by a use, ended by forgetting, still open."""
+        """Return three arrays of observations (class, age, weight): ended by a use, ended by forgetting, not ended."""
         if self._native:
             return [np.frombuffer(part).reshape(-1, 3) for part in self._native[1](now)]
         ended, self._ended = self._ended, []
@@ -166,7 +166,7 @@ class MarkCache:
         return len(marks)
 
     def use(self, marks: list[int], states: OrderedDict[int, Mark], table: ReuseTable, now: float) -> None:
-        """Add marks, or update the places of known marks. Evict the marks with the lowest values."""
+        """Add marks to the cache, or update their places. If it is too full, evict the marks with the lowest values."""
         for mark in marks:
             state = states[mark]
             self._held[mark] = state.place

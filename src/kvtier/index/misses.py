@@ -29,9 +29,9 @@ class MissReason(Enum):
 class Miss:
     """The first block that did not match, and the reason.
 
-    `time` is the logical time of the removal of the block. If the match itself found the reason (`Lease.stopped`),
-    `time` is that of the match. For OTHER_SALT and NEVER_SEEN, it is 0. If the learned policy evicted the block
-    because of its estimated value, `cell` is the class and `value` the estimated value. Otherwise `cell` is -1.
+    `time` is the logical time of the block's removal, or 0 for OTHER_SALT and NEVER_SEEN. If the match itself found the
+    reason (see `Lease.stopped`), `time` is the logical time of the match. If the learned policy evicted the block
+    because of its estimated value, `value` is this value, and `cell` is the block's class. Otherwise `cell` is -1.
     """
 
     block: int
@@ -54,8 +54,8 @@ _Removal = tuple[MissReason, int, str, int, float]
 class MissList:
     """A bounded list of the most recent removals from the tree, newest last.
 
-    Eviction removes the end of a node. A later match stops at the first removed block, so one entry per eviction is
-    enough. An entry does not identify the prefix of its block, so equal blocks at the same position of different
+    Eviction removes the last blocks of a node. A later match stops at the first removed block, so only this block gets
+    an entry. An entry does not identify the prefix of its block, so equal blocks at the same position of different
     prompts share an entry. The explanation of a miss can therefore be wrong. Matches do not use this list.
     """
 
@@ -74,7 +74,7 @@ class MissList:
         cell: int = -1,
         value: float = 0.0,
     ) -> None:
-        """Record that the blocks of a node with index `block` or higher were removed."""
+        """Record the removal of a node's last blocks, starting with the block at index `block`."""
         removed = self._removed
         mark = (node.start + block, _crc_of(node, block), node.domain)
         removed[mark] = (reason, time, policy, cell, value)
@@ -116,6 +116,6 @@ def _crc_of(node: Node, block: int) -> int:
 
 
 def _crc(label: memoryview, extra: bytes | None) -> int:
-    """Return a CRC of a block: its extras, and its first and last 16 tokens. This is enough to explain misses."""
+    """Return a CRC of a block's extras and of its first and last 16 tokens. Only explanations of misses use it."""
     crc = zlib.crc32(label) if len(label) <= 128 else zlib.crc32(label[-64:], zlib.crc32(label[:64]))
     return zlib.crc32(extra, crc) if extra else crc

@@ -1,4 +1,4 @@
-"""Python interface of native.c: the learned policy's work per request. Each function has an equivalent in Python."""
+"""Python interface of native.c: the learned policy's work per request. All its functions also exist in Python."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ _DOUBLE, _INT, _POINTER = ctypes.c_double, ctypes.c_int64, ctypes.c_void_p
 
 
 class TrackerState(ctypes.Structure):
-    """State of a ReuseTracker and its TouchLog, shared by Python and C. Touches are numbered serially (tracker.py)."""
+    """State of a ReuseTracker and its TouchLog, shared by Python and C."""
 
     now: float
     """Latest time that a call has passed as `now`."""
     lowest: float
     """Value of the last victim."""
     version: int
-    """Changes whenever the values change."""
+    """Changes whenever the values of the classes or `is_lru` change."""
     is_lru: int
-    """1 if the order is LRU: before the first fit, and for a while after an alarm of the guard."""
+    """1 if blocks are evicted in LRU order: before the first fit, and for a while after an alarm of LRUGuard."""
     capacity: int
-    """Size in blocks of the simulated LRU cache. The guard compares the real cache with it."""
+    """Size in blocks of a simulated LRU cache, called LRU below. LRUGuard compares its hits with the real hits."""
     next: int
-    """Number of the next touch."""
+    """Number of the next touch. A touch is one use of a run of blocks by a request (see tracker.py)."""
     oldest: int
-    """Number of the oldest touch that the last `sync` kept. `sync` keeps the latest NUM_TOUCHES."""
+    """Number of the oldest touch that the last `TouchLog.sync` kept."""
     frontier: int
-    """Number of the oldest touch that LRU would still hold."""
+    """LRU holds the blocks whose last use is the touch with this number or a later touch."""
     num_in_lru: int
-    """How many blocks LRU would hold. The last use of each of them is touch `frontier` or a later touch."""
+    """Number of blocks in LRU."""
     num_requests: int
-    """Requests since the last update of the guard. The next three fields count their blocks, hits and hits with LRU."""
+    """Requests since the last update of LRUGuard. The next three fields count their blocks, hits, and hits in LRU."""
     num_blocks: int
     num_hits: int
     num_lru_hits: int
@@ -65,7 +65,7 @@ class TrackerState(ctypes.Structure):
 
 
 class IndexNative:
-    """The compiled functions. They hold the GIL, because they use Python objects."""
+    """The compiled functions. They hold the GIL, because most of them use Python objects."""
 
     def __init__(self, path: Path) -> None:
         if platform.python_implementation() != "CPython" or not getattr(sys, "_is_gil_enabled", lambda: True)():
@@ -80,9 +80,9 @@ class IndexNative:
         self._library = library
 
     def best_ratios(self, hits: F64, seconds: F64) -> F64:
-        """Return the highest ratio of hits to seconds from each edge to any later edge.
+        """Return the highest ratio of hits to seconds between the start of each age bucket and any later age.
 
-        `hits` and `seconds` contain sums up to each edge, [row, edge]. The result is [row, edge] without the last edge.
+        `hits` and `seconds` have one row per class. Element [row, i] is the sum over all age buckets before bucket i.
         """
         best = np.empty((len(hits), hits.shape[1] - 1))
         addresses = (array.ctypes.data for array in (hits, seconds, best))
@@ -97,13 +97,13 @@ class IndexNative:
         return self._library.kvtier_policy(tracker, ctypes.addressof(state))  # type: ignore[no-any-return]
 
     def log(self, state: TrackerState) -> tuple[Callable[..., Any], ...]:
-        """Return four functions for a new tracker: `enter`, `TouchLog.take`, `take_ghosts` and `add_ghost`."""
+        """Return native versions of `enter`, `TouchLog.take`, `take_ghosts` and `add_ghost` (see tracker.py)."""
         return self._library.kvtier_log(state, ctypes.addressof(state))  # type: ignore[no-any-return]
 
     def shadow(
         self, sizes: I64, max_marks: int, place: int, ends: F64, uses_bin: I64
     ) -> tuple[Callable[..., Any], ...]:
-        """Return `play`, `take` and `num_held` of a new LearnedShadow. `ends` and `uses_bin` must stay alive."""
+        """Return native code of `play`, `_take` and `num_held` for a LearnedShadow. The arrays must stay alive."""
         addresses = sizes.ctypes.data, max_marks, place, ends.ctypes.data, uses_bin.ctypes.data
         return self._library.kvtier_shadow(len(sizes), *addresses)  # type: ignore[no-any-return]
 

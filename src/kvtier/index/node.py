@@ -74,8 +74,8 @@ class Residency:
         return cls(np.full(num_blocks, NO_SLOT, np.int32), bytearray(num_blocks))
 
 
-# Last use of a run of blocks, for the learned policy (see kvtier.index.tracker): serial number of the touch, index of
-# the blocks' class, time on the caller's clock, count of earlier uses.
+# Last use of a run of blocks, for the learned policy (see kvtier.index.tracker): number of the touch, number of the
+# blocks' class, time on the caller's clock, number of earlier uses.
 Touch = tuple[int, int, float, int]
 
 
@@ -104,11 +104,11 @@ class AccessStats:
 class Node:
     """Blocks [start, start + num_blocks) of every chain through this node. `labels` contains their token bytes.
 
-    All blocks of a node have the same leases and access statistics. If they begin to differ, the node is split.
+    All blocks of a node have the same leases and access statistics. A lease on only some of them splits the node.
 
-    `key` contains the token bytes and extras of the first block. The same bytes object is the key of this node in the
-    parent's `children`, so Python computes its hash only once. `leases` counts the leases that end at this node or at
-    one of its descendants. `below[t]` counts the children whose subtrees have blocks in tier t.
+    `key` contains the token bytes and the extras (digests of media) of the first block. The dict `parent.children` has
+    the same bytes object as the key of this node, so Python computes its hash only once. `leases` counts the leases
+    that end at this node or at a descendant. `below[t]` counts the children whose subtrees have blocks in tier t.
     """
 
     parent: Node | None
@@ -151,7 +151,7 @@ class Node:
         return label + self.extras.get(self.start + block, b"") if self.extras else label
 
     def num_leading(self, table: bytes) -> int:
-        """Count the leading blocks that have a wanted state in at least one tier. `table` is READABLE or IS_HELD."""
+        """Count the leading blocks that are readable or held in at least one tier. `table` is READABLE or IS_HELD."""
         union = 0
         for held in self.held:
             if held is not None:

@@ -1,10 +1,10 @@
 """Eviction policies: LRU, FIFO, S3-FIFO, ARC, cost-based and learned (kvtier.index.learned).
 
-A policy ranks the candidates for eviction (see Tier). Blocks are evicted from the end of the victim. A parent becomes a
-candidate when its last child has left the tier, so every policy evicts leaves first. Each policy object serves one tier
-and one priority. A call takes amortised O(log n) time.
+A policy selects the next victim among the nodes that are candidates for eviction (see Tier). Blocks are evicted from
+the end of the victim. A parent becomes a candidate when its last descendant has left the tier, so every policy evicts
+leaves first. Each policy object serves one tier and one priority. A call takes amortised O(log n) time.
 
-ARC divides the tier between recent and frequent nodes, and adapts the shares to ghost hits:
+ARC divides the tier between recent and frequent nodes, and adapts the shares when evicted nodes return:
 
     offered --> recent ----used again----> frequent
                   |                            |
@@ -14,7 +14,7 @@ ARC divides the tier between recent and frequent nodes, and adapts the shares to
                   +--> larger recent share     +--> larger frequent share
 
 A ghost is the fingerprint of an evicted node. A node that has a ghost when it is offered again becomes frequent. Shares
-are counted in blocks. Each list of ghosts is limited to the highest number of candidate blocks so far.
+are counted in blocks. Each list of ghosts has at most as many blocks as the candidates have ever had at once.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ARC:
         self._returned: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def offer(self, node: Node) -> None:
-        """Add the node to `_frequent` if it was used or ever had a ghost, else to `_recent`. Ghosts move the target."""
+        """Add a node to `_frequent` if it was used or returned after its eviction, otherwise to `_recent`."""
         if node in self:
             return
         mark, recent, frequent = fingerprint(node), self._recent_ghosts, self._frequent_ghosts
@@ -122,7 +122,7 @@ class ARC:
         return node in self._recent or node in self._frequent
 
     def victim(self) -> Node | None:
-        """Return the first node of `_recent` if `_recent` exceeds its target, else of `_frequent`. Skip empty heaps."""
+        """Return the first node of `_recent` if it exceeds its target or `_frequent` is empty, else of `_frequent`."""
         is_within = self._recent.num_blocks <= self._target and len(self._frequent) > 0
         is_frequent = is_within or not len(self._recent)
         first = (self._frequent if is_frequent else self._recent).first()
@@ -217,7 +217,7 @@ def CostAware(half_tokens: int = 16_384) -> Ranked:
 
 
 class S3FIFO:
-    """New nodes enter a small queue. A node moves to a main queue if it is used, or offered again soon after eviction.
+    """New nodes enter a small queue. Nodes that are used, or that return soon after eviction, move to a main queue.
 
     offered --> small --unused--> evicted, recorded in the ghost queue
                   |  used                          | offered again
@@ -232,13 +232,13 @@ class S3FIFO:
     def __init__(self) -> None:
         self._small, self._main = CandidateHeap(), CandidateHeap()
         # (fingerprint, creation time) -> (place, spent uses) of nodes in main. Nodes keep their entry while they are
-        # leased. The key contains the creation time, so that a node that was evicted and returns counts as new.
+        # leased. The key contains the creation time, so that a node that returns after its eviction counts as new.
         self._in_main: OrderedDict[tuple[int, int], tuple[int, int]] = OrderedDict()
         self._ghost: OrderedDict[int, None] = OrderedDict()
         self._time = 0
 
     def offer(self, node: Node) -> None:
-        """Add a node: at the end of main if it has a ghost, at its old place if it was in main, otherwise to small."""
+        """Add a node: to the end of main if in `_ghost`, to its old place if it was in main, otherwise to small."""
         if node in self:
             return
         mark = fingerprint(node)
@@ -291,7 +291,7 @@ class S3FIFO:
         self._main.push(node, self._time)
 
     def _remember(self, mark: int) -> None:
-        """Add a ghost. The number of ghosts may exceed the number of nodes in main by at most 64."""
+        """Add an evicted node to `_ghost`. Keep at most 64 entries, plus one for each node in main."""
         self._ghost[mark] = None
         while len(self._ghost) > 64 + len(self._main):
             self._ghost.popitem(last=False)

@@ -1,4 +1,4 @@
-"""BlockPool: allocates the slots of a tier. A slot is a number."""
+"""BlockPool: allocates the slots of a tier. A slot is the number of a place for one block."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Shortage:
     free: int
     evictable: int = 0
     quota: str = ""
-    """Tenant whose quota would be exceeded, in hex digits or "no salt". Empty if no quota is the reason."""
+    """The tenant (in hex digits, or "no salt") whose quota would be exceeded. Empty if the reason is not a quota."""
 
     def __str__(self) -> str:
         limit = f" within the quota of {self.quota}" if self.quota else ""
@@ -55,7 +55,7 @@ class BlockPool:
         runs      [0,2)   [4,7)   [8,10)        _start_of {2: 0, 7: 4, 10: 8}     end of run -> start of run
 
     `_bins[b]` contains the starts of runs with 2^(b-1) to 2^b - 1 slots. To allocate n slots without a search, take any
-    run from a bin above n.bit_length(): all these runs have at least n slots.
+    run from a bin with b > n.bit_length(). All runs in these bins have at least n slots.
     """
 
     def __init__(self, tier: str, num_slots: int) -> None:
@@ -162,7 +162,7 @@ class BlockPool:
             seen.add(slot)
 
     def _take_all(self) -> list[tuple[int, int]]:
-        """Allocate all free runs. This is the usual case in a full pool after an eviction."""
+        """Allocate all free runs. In a full pool, most allocations need all of the few free slots."""
         runs = list(self._stop_of.items())
         self._stop_of.clear()
         self._start_of.clear()
@@ -172,7 +172,7 @@ class BlockPool:
         return runs
 
     def _take_runs(self, n: int) -> Iterator[tuple[int, int]]:
-        """Allocate n slots: one run if a long enough run is found without a search, otherwise several long runs."""
+        """Allocate n slots from one run if a long enough run is found without a search, otherwise from several runs."""
         while n:
             fits = n.bit_length()
             start = next(iter(self._bins[fits]), None)

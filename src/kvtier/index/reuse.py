@@ -10,10 +10,12 @@ This is the Gittins index. It does not depend on a capacity, a horizon or a thre
 class, and the value falls with age, the order of the values is LRU.
 
 The hazard at an age is the expected number of hits per second at that age, given that the block has not been used
-again before. A class is a combination of features; one feature, `uses`, is the number of uses so far. The hazard is the
-product of a common curve over age, a factor for each feature, a factor for the class, a shape over age for `uses`, and
-a shape over age for the class. Each factor and shape is shrunk towards 1 by the weight of PRIOR typical observations,
-or 2 * PRIOR for the shape of the class. Classes with few observations thus resemble others.
+again before. A class is a combination of features, for example of `uses`, the number of uses so far (see labels.py):
+
+    hazard(class, age) = common(age) * one factor per feature * factor(class) * shape(uses, age) * shape(class, age)
+
+common(age) is the hazard of all classes together. Each factor and shape is a ratio (observed hits + k) / (expected hits
++ k), which is close to 1 if there are few observations. k is the weight of PRIOR typical observations.
 """
 
 from __future__ import annotations
@@ -29,19 +31,18 @@ from kvtier.index.native import IndexNative
 F64 = np.ndarray[Any, np.dtype[np.float64]]
 I64 = np.ndarray[Any, np.dtype[np.int64]]
 
-# Age buckets in seconds: [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours. The last bucket contains all
-# higher ages too. In a prototype, ratios from 1.25 on gave almost the same hit rates, as did narrower first buckets. A
-# first bucket of 10 s was too coarse for agents.
+# Age buckets in seconds: [0, 1), [1, 1.5), [1.5, 2.25), .. up to 16 hours. The last bucket contains all higher ages
+# too. In a prototype, a first bucket of 10 s was too coarse for agents.
 RATIO, NUM_BUCKETS = 1.5, 28
 EDGES: F64 = np.concatenate(([0.0], RATIO ** np.arange(NUM_BUCKETS)))
 WIDTHS: F64 = np.diff(EDGES)
 LIMITS: list[float] = EDGES[1:-1].tolist()
 ENDS = [*LIMITS, math.inf]
 NATIVE_ENDS, NATIVE_USES = np.array(ENDS), np.array(USES_BIN, np.int64)  # arrays for native code
-# PRIOR and ENOUGH count observations of typical weight: sum of squared weights / sum of weights, but at least 1.
+# PRIOR and ENOUGH count typical observations. Their weight is sum(weight^2) / sum(weight), but at least 1.
 PRIOR = 4.0  # the hit rates of the prototype changed little with 1 and with 16
 ENOUGH = 8.0  # needed for the first fit; the policy is LRU until then
-DECAY, DECAY_REQUESTS = 0.98, 128  # the weight halves in about 4,400 requests, as in the prototype
+DECAY, DECAY_REQUESTS = 0.98, 128  # the weight of an observation halves in about 4,400 requests, as in the prototype
 MAX_FACTOR = 16.0  # limits a factor and its inverse, for example if no block with some feature was ever used again
 NOISE = 1.2  # values are rounded down to powers of this factor, because smaller differences are mostly noise
 _IS_LATER = np.tri(NUM_BUCKETS, dtype=np.bool_).T
@@ -69,7 +70,7 @@ class ReuseTable:
         self.values: list[list[float]] = []
         """Value by class and bucket. The list is extended for new classes by `row`."""
         self.floors: list[float] = []
-        """By class: the lowest value of a bucket before a rise, or infinity if there is no such bucket.
+        """By class: the lowest value of all buckets before a rise, or infinity if there is no such bucket.
 
         A bucket is before a rise if a later bucket has the highest value of the class, and if this value exceeds the
         value of the bucket by about the factor NOISE or more.
@@ -79,7 +80,7 @@ class ReuseTable:
         self.is_fitted = False
 
     def add(self, cells: I64, ages: F64, weights: F64, is_use: bool) -> None:
-        """Add blocks whose observation ended at these ages. Set `is_use` if it ended because the blocks were used."""
+        """Add observations that ended at these ages. Set `is_use` if they ended because the blocks were used."""
         flat = add_time(self._at_risk, cells, ages, weights)
         if is_use:
             self._events += np.bincount(flat, weights, self._events.size).reshape(self._events.shape)
@@ -120,7 +121,7 @@ class ReuseTable:
         self.is_fitted = True
 
     def row(self, cell: int) -> list[float]:
-        """Return the values of a class. For a new class, compute them from the common curve and its factors."""
+        """Return the values of a class. Compute those of a new class from `_common` and the factors of its features."""
         for new in range(len(self.values), cell + 1):
             self.all_values[new] = self._common * self._product(self._cells.features[new : new + 1])[0]
             self.values.append(self.all_values[new].tolist())
@@ -135,7 +136,7 @@ class ReuseTable:
         return product
 
     def _hazard(self, events: F64, at_risk: F64, features: I64, k: float) -> F64:
-        """Return the hazard of each class in each bucket. `k` is the weight of the prior."""
+        """Return the hazard of each class in each bucket. `k` is the weight of PRIOR typical observations."""
         self._common = common = _common_hazard(events.sum(0), at_risk.sum(0), k)
         num_events, expected = events.sum(1), at_risk @ common
         self._fit_factors(num_events, expected, features, k)
@@ -148,7 +149,7 @@ class ReuseTable:
         np.add.at(seen, uses, events)
         np.add.at(due, uses, expected_at)
         shape = ((_smooth(seen) + k) / (_smooth(due) + k))[uses]
-        # The shape of a class has 28 numbers, one per bucket, so it needs twice the prior of a single factor.
+        # A class has few observations in each of the 28 buckets, so its shape uses 2 * k.
         return level * shape * (_smooth(events) + 2 * k) / (_smooth(expected_at * shape) + 2 * k)
 
     def _fit_factors(self, num_events: F64, expected: F64, features: I64, k: float) -> None:
@@ -167,7 +168,7 @@ class ReuseTable:
 
 
 def add_time(total: F64, cells: I64, ages: F64, weights: F64) -> I64:
-    """Add to `total` the time that the blocks spent in each bucket. Return the index of each block's last bucket."""
+    """Add to `total` the time that blocks spent in each bucket. Return the flat index of each block's last bucket."""
     buckets = np.searchsorted(EDGES[1:-1], ages, "right")
     flat = cells * NUM_BUCKETS + buckets
     counts = np.bincount(flat, weights, total.size).reshape(total.shape)
@@ -210,7 +211,7 @@ def _neighbours(counts: F64) -> F64:
 
 
 def _smooth(counts: F64) -> F64:
-    """To each bucket, add two thirds of the counts of its neighbours, and one third of those at distance two."""
+    """To the count of each bucket, add two thirds of the counts at distance one, and one third of those at two."""
     total = counts.copy()
     for distance, weight in ((1, 2 / 3), (2, 1 / 3)):
         total[:, distance:] += weight * counts[:, :-distance]
