@@ -1,4 +1,4 @@
-"""Tier: a pool of slots and the candidates for eviction from these slots."""
+"""Tier: a pool of slots, and the nodes whose blocks can be evicted from these slots."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def tenant_of(salt: bytes) -> bytes:
 class Candidates:
     """Candidates for eviction, ordered by priority and then by policy. `num_blocks` counts all evictable blocks.
 
-    `duplicates` lists nodes that also have blocks in the faster tier (see `Tier.list_duplicate`). The last node in this
-    list loses its duplicates first. If `ahead` is given, it is the number of this tier, and the next victims are chosen
+    `duplicates` lists the nodes whose blocks may also be evicted as duplicates (see Tier). The last node in the list
+    loses its duplicates first. If `ahead` is given, it is the number of this tier, and the next victims are chosen
     early (see Lookahead).
     """
 
@@ -98,11 +98,11 @@ class Tier:
 
     Transfers hold leases, so the blocks of a node without a lease are neither WRITING nor READING. `num_evictable`
     counts the blocks of all nodes without a lease, because a parent becomes a candidate after its children are evicted.
-    The nodes of a tenant with a quota are both in `everyone` and in the tenant's own candidates.
+    If a tenant has a quota, its candidates are both in `everyone` and in `tenants`.
 
-    If the tier is exclusive of a `faster` tier, it first evicts duplicates: blocks that the faster tier also holds.
-    Duplicates may be in nodes with descendants in this tier. Blocks of the faster tier's next victims are not evicted
-    as duplicates, because this tier will soon hold their only copies.
+    An exclusive tier first evicts duplicates, which are blocks that the `faster` tier also holds. Their nodes may have
+    descendants in this tier. Blocks of the faster tier's next victims are not evicted as duplicates, because this tier
+    will soon hold their only copies.
     """
 
     def __init__(self, number: int, pool: BlockPool, new_policy: Callable[[], Policy]) -> None:
@@ -122,15 +122,15 @@ class Tier:
         """Candidates of each tenant with a quota."""
         self.faster: Tier | None = None
         self.slower: Tier | None = None
-        """The next faster and the next slower tier. Each is set only if the slower tier of the pair is exclusive."""
+        """The next faster tier if this tier is exclusive, and the next slower tier if that tier is exclusive."""
 
     def learn_from(self, tracker: ReuseTracker) -> None:
-        """Use the learned policy, with a tracker that tiers share. Call it before the first block is cached."""
+        """Use the learned policy, with a tracker that tiers share. Call this before the first block is cached."""
         self._new_policy = partial(learned, tracker)
         self.everyone = self._candidates()
 
     def exclude(self, faster: Tier) -> None:
-        """Make this tier exclusive of a faster tier. Call it before the first block is cached."""
+        """Make this tier exclusive (see the class docstring). Call this before the first block is cached."""
         self.faster, faster.slower = faster, self
         faster.everyone = faster._candidates()
 
@@ -196,13 +196,13 @@ class Tier:
         return runs
 
     def is_next(self, node: Node) -> bool:
-        """True if the node is among the next victims, for any tenant or for its own tenant."""
+        """True if the node is among the next victims of all tenants or of its own tenant."""
         if self.everyone.is_next(node):
             return True
         return bool(self.tenants) and (tenant := self._limited(node)) is not None and tenant.is_next(node)
 
     def look_ahead(self, num_blocks: int) -> list[Node]:
-        """Choose next victims until they and the free slots make up about `num_blocks`. Return the chosen nodes."""
+        """Choose next victims until they and the free slots make up about `num_blocks`. Return the new victims."""
         assert self.slower is not None
         pulled = self.everyone.look_ahead(num_blocks - self.pool.num_free)
         for name, tenant in self.tenants.items():  # for each tenant, at most a quarter of its quota
@@ -304,10 +304,10 @@ class Tier:
                 self.list_duplicate(node)
 
     def list_duplicate(self, node: Node) -> None:
-        """Add a node to `duplicates` if it belongs there, otherwise remove it.
+        """Add a node to `duplicates` if it satisfies the condition below, otherwise remove it.
 
-        A node belongs there if both this tier and `faster` hold blocks of it, it is in the tree without a lease, and it
-        is not a next victim of `faster`.
+        The node has blocks in this tier and in `faster`, has no lease, has not left the tree, and is not among the next
+        victims of `faster`.
         """
         above = self.faster
         if above is None:

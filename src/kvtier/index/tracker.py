@@ -1,8 +1,8 @@
 """ReuseTracker: records the uses of cached blocks, and computes the values of blocks for the learned policy.
 
 A touch is one use of a run of blocks by a request. A run consists of consecutive blocks of one path that have the same
-class after this use. A touch is open until its blocks are used again. This next use is called an event. Evicted blocks
-are remembered as ghosts. Their next use is an event too, and their earlier uses are still known when they return.
+class after this use. Each block of a touch is open until its next use, which is called an event. Evicted blocks are
+remembered as ghosts. The return of an evicted block is an event too, and its earlier uses are still known.
 
     request  | matched: old touches end | ghosts: old touches end | fresh |
              | new touches: one for each run of blocks with equal uses    |
@@ -12,8 +12,8 @@ are remembered as ghosts. Their next use is an event too, and their earlier uses
     release             `returned` finds the ghosts of the request, `touch` ends old touches and starts new ones
     evict               `removed` turns a removed node into a ghost; if the node keeps blocks, its `lost` grows
 
-The number of blocks in each open touch is updated with each request. LRUGuard is updated every few requests. All other
-observations are collected in lists, which are processed before the values are computed again, or when they are long.
+The number of open blocks of each touch is updated with each request. LRUGuard is updated every few requests. Everything
+else is collected in lists, which are processed before the values are computed again, or when they are long.
 One tracker serves all tiers of a tree. It has no clock: the current time is the latest `now` of any call.
 
 The functions at the end of this module are called most often. Native code has an equivalent of each of them.
@@ -42,8 +42,8 @@ from kvtier.messages import I32
 # The log must cover more time than blocks stay in the cache. With 4,096 touches, the hit rate of the prototype was 0.4
 # points below LRU in caches of 30,000 to 50,000 blocks.
 NUM_TOUCHES = 16_384
-# Requests between two fits: a quarter of all requests so far, within limits. A fit takes 1 ms. Measured on 2026-11-19:
-# with FIT_SHARE 8 and LAST_FIT 512, fits take 3 instead of 2 us per request, and hit rates differ by up to 0.2 points.
+# Requests between two fits: a quarter of all requests so far, but at least FIRST_FIT and at most LAST_FIT. Fits take
+# 2 us per request. With FIT_SHARE 8 and LAST_FIT 512, it is 3 us and hit rates differ by up to 0.2 points (2026-11-19).
 FIRST_FIT, LAST_FIT, FIT_SHARE = 64, 1024, 4
 GUARD_REQUESTS = 8  # requests between two updates of the guard; with 32, the guard reacts too late in small caches
 MAX_RUNS = 64  # maximum number of touches per request; the last of them includes the rest of the path
@@ -53,7 +53,7 @@ _RUNNING = 2**62  # touch number of blocks that a running request has published;
 MAX_USES = 4
 _BLOCKS_BIT, _NUMBER_BIT = 3, 23  # a ghost is an int: touch number << 23 | number of blocks << 3 | earlier uses
 _MAX_GHOST = 2 ** (_NUMBER_BIT - _BLOCKS_BIT) - 1
-# Ghosts of a request: (number of the block after them, earlier uses plus one, [touch number, number of blocks, ..])
+# Ghosts of a request: (number of the first block after them, earlier uses plus one, [touch, number of blocks, ..])
 Returned = tuple[int, int, list[int]]
 Observed = tuple[I64, F64, F64, bool]  # classes, ages, weights, and True for uses
 Session = tuple[bytes, str]  # tenant and session id
@@ -68,9 +68,9 @@ def session_of(salt: bytes, session_id: str) -> Session:
 
 
 class TouchLog:
-    """The latest touches in a ring: time, class, number of blocks, and number of blocks that were not used again.
+    """The latest touches in a ring: time, class, number of blocks, and number of open blocks (`left`).
 
-    Only the last of these (`left`) is updated with each request, because the hits of LRU depend on it. Everything else
+    Only `left` is updated with each request, because the hits of the simulated LRU cache depend on it. Everything else
     is appended to lists, which `sync` transfers to the arrays.
     """
 
@@ -80,8 +80,7 @@ class TouchLog:
         self.synced = 0
         """Value of `state.next` at the last `sync`."""
         self.native_take: Callable[[], tuple[bytes, bytes, bytes]] | None = None
-        """Returns and clears the numbers that native code collects. With native code, the next three lists stay empty.
-        None without native code."""
+        """Returns and clears the lists of native code, which replace the next three lists. None without native code."""
         self.started: list[int] = []
         """Class and number of blocks, alternating, of each touch since the last `sync`."""
         self.ended: list[int] = []
@@ -97,8 +96,8 @@ class TouchLog:
     def use(self, runs: list[int], limit: int) -> int:
         """Record that a request used blocks of earlier touches again. Return the hits that LRU would have.
 
-        `runs` contains pairs in the order of the request's blocks: number of a touch, number of its used blocks. The
-        hits end at the first run that LRU lacks, or that begins at block `limit` or later.
+        `runs` alternates between the number of a touch and the number of its used blocks, in the order of the request's
+        blocks. The hits end at the first run that LRU lacks, or that begins at block `limit` or later.
         """
         hits = at = 0
         state, left, ended = self.state, self.left, self.ended
@@ -123,7 +122,7 @@ class TouchLog:
         return hits
 
     def add(self, first: int, began: float) -> None:
-        """Add the touches of a request, which are the entries of `started`, starting at index `first`."""
+        """Add the touches of a request. They are in `started`, beginning at index `first`."""
         state, left, started = self.state, self.left, self.started
         in_lru, number = state.num_in_lru, state.next
         for i in range(first + 1, len(started), 2):
@@ -188,14 +187,14 @@ class TouchLog:
         return observed
 
     def still_open(self, now: float) -> tuple[I64, F64, F64]:
-        """Return classes, ages and weights of the touches with blocks that were not used again."""
+        """Return classes, ages and weights of the touches that have open blocks."""
         left = np.frombuffer(self.left, np.int32)
         at = np.flatnonzero(left)
         weights = left[at] / np.sqrt(self.blocks[at])
         return self.cells[at].astype(np.int64), np.maximum(now - self.times[at], 0.0), weights
 
     def _observe(self, at: I64, counts: I64 | I32, times: F64, *, is_use: bool) -> None:
-        """Record that observations of touches ended at `times`: at a use of their blocks if `is_use` is True."""
+        """Record that observations of touches ended at `times`. Set `is_use` if uses of their blocks ended them."""
         # A touch of n blocks weighs sqrt(n): a long prompt counts more than a short one, but not n times as much.
         if len(at):
             ages, weights = np.maximum(times - self.times[at], 0.0), counts / np.sqrt(self.blocks[at])
@@ -203,12 +202,12 @@ class TouchLog:
 
 
 class LRUGuard:
-    """Compares the hits with those of LRU. After too many lost hits, the policy is LRU for a while.
+    """Compares the hits with those of a simulated LRU cache. After too many lost hits, the policy is LRU for a while.
 
     The lost hits are LRU's hits minus the policy's hits, counted since the policy was last ahead. If they exceed a
     limit, the guard raises an alarm: the policy is LRU until 2 * `capacity` blocks were inserted. After the second
-    alarm, this lasts for 8 * `capacity` blocks, after the third for 32 * `capacity`, and so on. The total loss thus
-    grows only with the logarithm of the time. Inserting `capacity` blocks only replaces the blocks that the learned
+    alarm, the policy is LRU for 8 * `capacity` blocks, after the third for 32 * `capacity`, and so on. The total loss
+    thus grows only with the logarithm of the time. The first `capacity` inserted blocks replace what the learned
     order has kept, so the first period is longer.
     """
 
@@ -263,10 +262,10 @@ class ReuseTracker:
         self._take_ghosts: TakeGhosts = partial(take_ghosts, self.state)
         self._add_ghost: Callable[[Ghosts, Node], int] = add_ghost
         self._ghosts: Ghosts = {}
-        """Hash that identifies an evicted node -> number of its touch, blocks and earlier uses, as one int."""
+        """Hash that identifies an evicted node -> ghost (see `_BLOCKS_BIT`)."""
         self._num_requests = 0
         self._sessions: OrderedDict[Session, tuple[Node, int, int]] = OrderedDict()
-        """Session -> last node of its last request, and the range of the touches of this request."""
+        """Session -> last node of its last request, and the touches [first, stop) of this request."""
         self._ends: dict[Node, Session] = {}
         """Last node of a session's last request -> session."""
         if code is not None:
@@ -338,12 +337,12 @@ class ReuseTracker:
             self._shorten(node)
         ghosts = self._ghosts
         if self._add_ghost(ghosts, node) >= NUM_TOUCHES + _MARGIN:
-            # Delete many at once: the search for the first entry of a dict passes all entries deleted before it.
+            # Delete many at once, because the search for a dict's first entry passes all deleted entries.
             for oldest in list(islice(ghosts, _MARGIN)):
                 del ghosts[oldest]
 
     def detached(self, node: Node) -> None:
-        """Forget the session whose last request ends at a node that leaves the tree."""
+        """Handle a node that leaves the tree: forget the session whose last request ends at the node, if any."""
         session = self._ends.pop(node, None)
         if session is not None:
             del self._sessions[session]
@@ -351,7 +350,7 @@ class ReuseTracker:
     def close(self, session: Session, now: float) -> list[Node]:
         """Return the nodes whose last use was the last request of a session. Set the hint in their class to "over".
 
-        The caller withdraws and offers these nodes again. The session is then unknown until its next request.
+        The caller must withdraw these nodes and offer them again. The session is unknown until its next request.
         """
         self.see(now)
         found = self._sessions.pop(session, None)
@@ -388,7 +387,7 @@ class ReuseTracker:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def value(self, cell: int, since: float) -> tuple[float, float]:
-        """Return the value of a block of class `cell` last used at `since`, and when the value changes."""
+        """Return the value of a block of class `cell`, last used at `since`, and the time when the value changes."""
         if self.state.is_lru:
             return 0.0, math.inf
         bucket = bisect_right(LIMITS, self.state.now - since)
@@ -444,7 +443,7 @@ class ReuseTracker:
             del self._ends[oldest]
 
     def _shorten(self, node: Node) -> None:
-        """Move the end of a session from an evicted node to the parent, or forget the session if this is impossible."""
+        """Move the end of a session from an evicted node to its parent. If this is impossible, forget the session."""
         session, above = self._ends.pop(node), node.parent
         if above is None or above.parent is None or above in self._ends:
             del self._sessions[session]

@@ -33,7 +33,7 @@ class RadixTree:
     """A path-compressed tree of token blocks, with one root for each pair of salt and adapter.
 
     A match compares whole nodes with memcmp. The cost of a use, an eviction or a lease depends on the number of nodes
-    and not on the number of blocks. The tree has no clock, so the caller passes `now`. Not thread-safe.
+    and not on the number of blocks. Callers pass the time as `now`. `clock` is a logical time. Not thread-safe.
     """
 
     def __init__(
@@ -154,9 +154,9 @@ class RadixTree:
     def graft(self, lease: Lease, tier: Tier, slots: Slots, *, now: float = 0.0, grow: bool = False) -> None:
         """Append blocks to the path of a lease, in reserved slots of a tier and in the state WRITING.
 
-        When a transfer has written the slots, the caller calls `end_write`. With `grow`, the last node of the path is
-        extended if possible. Raise StateError if the tree already has the first of these blocks or has dropped the
-        path, if the lease owns slots, or if the chain is too short.
+        When a transfer has written the slots, the caller calls `transitions.end_write`. With `grow`, extend the last
+        node of the path if possible. Raise StateError if the lease owns slots, if the chain is too short, if the tree
+        has dropped the path, or if the tree already has the first of these blocks.
         """
         lease.must_be_open()
         first, stop = lease.num_blocks, lease.num_blocks + len(slots)
@@ -223,7 +223,7 @@ class RadixTree:
         self._remove_lease(lease.node)
 
     def close(self, salt: bytes, session_id: str, *, now: float = 0.0) -> int:
-        """End a session, for the learned policy. Without this policy, do nothing and return 0.
+        """Record the end of a session, for the learned policy. Without this policy, do nothing and return 0.
 
         Return the number of blocks whose last use was the last request of the session.
         """
@@ -395,7 +395,7 @@ class RadixTree:
         return root
 
     def _descend(self, node: Node, chain: Chain, want: int, now: float) -> tuple[Node, list[I32], MissReason | None]:
-        """Follow the chain through at most `want` readable blocks. Split a node that is not followed to its end.
+        """Follow the chain through at most `want` readable blocks. If the match ends inside a node, split the node.
 
         Return the last node, the device slots of each node, and the reason why the match ended. The reason is None if
         the tree lacks the next block. In this case `explain` finds the reason later.
@@ -479,7 +479,7 @@ class RadixTree:
         """Extend a lease by an existing child. Return the child, and True if the child took over the lease's slots.
 
         First split the child where the chain ends or differs from it, or where its device blocks begin or end. If the
-        child already has device blocks, the lease keeps its own slots as duplicates.
+        child already has device blocks, the lease keeps its own slots in `duplicate_slots`.
         """
         device = self.tiers[0]
         count = edit.common_blocks(child, lease.chain, block, stop)
@@ -502,7 +502,7 @@ class RadixTree:
         return child, False
 
     def _grow(self, lease: Lease, node: Node, block: int, stop: int, now: float) -> Node:
-        """Add new blocks [block, stop) of the chain. Extend the leaf that this lease added last, or add a node."""
+        """Add blocks [block, stop) of the chain. If possible, extend the leaf that the lease added last."""
         device, slots, usage = self.tiers[0], lease.table[block:stop].copy(), self._new_usage(lease, now)
         if node is lease.grown and edit.can_grow(node, usage):
             content = edit.content_below(node, lease.chain, block, stop, with_keys=self.with_keys)
@@ -554,7 +554,7 @@ class RadixTree:
             tier.pool.release(Slots(tier.name, np.concatenate(freed)))
 
     def _evict(self, tier: Tier, n: int, salt: bytes | None) -> list[I32]:
-        """Evict n blocks: first duplicates, then blocks from the end of one victim after another.
+        """Evict n blocks: first duplicates (see Tier), then blocks from the end of one victim after another.
 
         At least n blocks must be evictable.
 
@@ -592,7 +592,7 @@ class RadixTree:
         return freed
 
     def _take_last(self, tier: Tier, node: Node, held: Residency, count: int) -> I32:
-        """Remove the last `count` held blocks of a node from a tier. Return the slots. Cut blocks that no tier has."""
+        """Remove the last `count` held blocks of a node from a tier. Return their slots. Then call `_cut_absent`."""
         stop = len(held.states.rstrip(b"\0"))
         first = stop - count
         if ABSENT in held.states[first:stop]:  # rarely, the last held blocks are not consecutive

@@ -1,6 +1,6 @@
 """Functions that compare, split, join, extend and cut nodes of the radix tree.
 
-RadixTree (kvtier.index.tree) calls these functions. It owns the roots, the tiers and the logical clock.
+RadixTree (kvtier.index.tree) calls these functions, and owns the roots, the tiers and the logical clock.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvtier.index.pool import Slots
 from kvtier.index.tier import Tier
 from kvtier.messages import I32, KEY_BYTES
 
-# Extending a leaf copies its labels. If the labels have at least this many bytes, new blocks form a new node instead.
+# Extending a leaf copies its labels. If its labels have at least this many bytes, new blocks form a new node instead.
 GROW_BYTES = 64 * 1024
 
 
 def common_blocks(node: Node, chain: Chain, block: int, stop: int) -> int:
-    """Count the leading blocks of a node whose tokens and extras equal those of the chain's blocks [block, stop)."""
+    """Count the leading blocks of a node that equal the chain's blocks [block, stop) in tokens and extras."""
     count = min(node.num_blocks, stop - block)
     width, at = chain.label_bytes, block * chain.label_bytes
     if count == node.num_blocks and chain.labels.startswith(node.labels, at):
