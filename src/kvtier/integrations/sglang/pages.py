@@ -4,7 +4,7 @@
     layer_first                       k of all layers | v of all layers    2 per layer
     page_first, page_first_direct     k | v                                2
     page layouts with MLA             latent                               1
-    any, without page addresses       a flat copy of the page              1
+    any, without page addresses       a contiguous (flat) copy             1
 
 SGLang's page hashes cover only the tokens. The namespace covers everything else that determines the bytes of a page:
 model, revision, dtype, layout, sizes and ranks. For example, page_first and page_first_direct have pages of the same

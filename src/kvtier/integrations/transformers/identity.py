@@ -61,7 +61,7 @@ def layout_of_model(model: PreTrainedModel, block_tokens: int) -> KVLayout:
     """Return the layout of a model's KV.
 
     The model computes one token to find the layout, because not every configuration describes it. All layers are in one
-    group. Blocks contain every token for sliding-window layers too, so that a cache can be filled with a prefix of any
+    group. Blocks contain every token even for sliding-window layers, so that a cache can be filled with a prefix of any
     length.
     """
     cache = DynamicCache(config=model.config)
@@ -87,7 +87,7 @@ def _spec(name: str, states: torch.Tensor, block_tokens: int) -> TensorSpec:
 
 
 def namespace_of_model(model: PreTrainedModel, layout: KVLayout) -> Namespace:
-    """Return the namespace of a model's blocks: its configuration, weights, attention implementation and layout."""
+    """Return a model's namespace. It covers the configuration, weights, attention implementation and layout."""
     described = json.dumps([_settings(model), layout.describe()], sort_keys=True, default=str)
     weights = hashlib.sha256()
     for name, tensor in _base_tensors(model):
@@ -108,7 +108,7 @@ def _settings(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def model_state(model: PreTrainedModel) -> tuple[object, ...]:
-    """Return a value that changes if the model is changed.
+    """Return a value that differs after a change of the model, except for some changes through `.data`.
 
     It contains the configuration, the attention implementation, and the address and version of each tensor. It also
     contains a few sampled elements of each floating-point tensor. A change in place through `.data` does not change the
@@ -145,7 +145,7 @@ def adapter_of(model: PreTrainedModel) -> bytes:
 
 
 def remove_row_adapters(layers: Sequence[torch.nn.Module]) -> bool:
-    """Remove PEFT's hooks that pass `adapter_names` or `alora_offsets` to its layers. Return True if there were any.
+    """Remove PEFT's hooks that pass `adapter_names` or `alora_offsets` to the layers. Return True if there were any.
 
     PEFT itself keeps these hooks after an error, and all later calls of the model would use them.
     """

@@ -32,8 +32,8 @@ CLOSE_SECONDS = 60.0
 """Longest wait for writes to the store in `close`, and by default in `flush`."""
 
 _PER_ROW = (
-    "adapter_names, and adapters with invocation tokens (aLoRA), change the KV of only a part of the input; activate "
-    "adapters of other kinds with `set_adapter`"
+    "adapter_names and adapters with invocation tokens (aLoRA) change the KV of only a part of the input; "
+    "with `set_adapter`, activate an adapter that applies to the whole input"
 )
 
 
@@ -44,8 +44,8 @@ class PrefixCache:
         output = prefix.generate(**inputs, max_new_tokens=64)
         output = model.generate(**inputs, past_key_values=prefix.begin(**inputs), max_new_tokens=64)
 
-    `store` is a store URL (docs/stores.md), or a list of URLs with the nearest store first. Blocks are saved as the
-    model computes them. Thread-safe, but a model can run only one `generate` at a time.
+    `store` is a store URL (docs/stores.md), or a list of URLs with the nearest store first. Blocks are saved while
+    the model computes. Thread-safe, but a model can run only one `generate` at a time.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class PrefixCache:
     ) -> PrefixKV:
         """Return a cache that is filled with the longest cached prefix of these prompts.
 
-        The last token of a prompt is never in the cache. In a batch, all rows are filled up to the same column: the
-        lowest column in which the cached prefix of a row ends. With `max_length`, return a StaticCache of this length,
-        otherwise a DynamicCache. Prompts with different salts do not share blocks.
+        The last token of a prompt is never in the cache. In a batch, all rows are filled up to the column where the
+        first of the cached prefixes ends. With `max_length`, return a StaticCache of this length, otherwise a
+        DynamicCache. Prompts with different salts do not share blocks.
         """
         ids, padding = self._prompts(input_ids, attention_mask, others)
         if num_return_sequences < 1:

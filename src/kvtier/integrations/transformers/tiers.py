@@ -1,4 +1,4 @@
-"""PrefixTiers: host memory and stores for the blocks of one model, driven synchronously.
+"""PrefixTiers: host memory and stores for the blocks of one model.
 
     cache tensors  <─copy_─>  staging blocks  <─CacheController─>  host slots  <─>  stores
 
@@ -152,7 +152,7 @@ class PrefixTiers:
                 return
 
     def release(self, match: PrefixMatch, num_used: int) -> None:
-        """End the lease. `num_used` blocks count as hits."""
+        """End the lease. The first `num_used` blocks count as hits."""
         now = time.monotonic()
         match.allocation.tokens_from = origins(match.prefetch, num_used, self.namespace.block_tokens)
         self._manager.on_scheduled(match.allocation, now=now)
@@ -165,7 +165,7 @@ class PrefixTiers:
     ) -> None:
         """Save the blocks [first, stop) of a chain. `fill` copies a given range of blocks into staging memory.
 
-        If the host has lost earlier blocks of the chain or has no slots for more, the remaining blocks are not saved.
+        If the host has lost earlier blocks of the chain or has no more slots, the remaining blocks are not saved.
         """
         for low in range(first, stop, self.num_staging):
             high = min(low + self.num_staging, stop)

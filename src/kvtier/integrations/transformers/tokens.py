@@ -5,8 +5,8 @@
     row 1         g h i j k l m n
                   |-- loaded --|-- computed by the model
 
-transformers does not compare the tokens in a cache with the input of the model. RecordedRows compares them before every
-forward pass that computes prompt tokens. If tokens differ, the input is rejected, because the output would be wrong.
+transformers does not check that the input of the model continues the tokens in a cache. Before a forward pass computes
+prompt tokens, RecordedRows rejects any input that differs from the prompt, because the output would be wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RecordedRow:
     """The tokens whose KV is in the cache, without padding."""
     padding: int
     num_saved: int = 0
-    """Number of leading blocks that were loaded, saved, or could not be saved."""
+    """Number of leading blocks that were loaded or saved, or that could not be saved."""
     point: SavePoint = field(default_factory=SavePoint)
 
 
@@ -46,7 +46,7 @@ class RecordedRows:
     """Tokens of a cache. They are checked and recorded when the model computes them."""
 
     def __init__(self, prompts: Ids, padding: Sequence[int], rows: Sequence[RecordedRow], num_columns: int) -> None:
-        """`prompts` are the ids [row, column] of the prompts. The first `num_columns` columns are in the cache."""
+        """`prompts` contains the token ids [row, column]. The first `num_columns` columns are in the cache."""
         self._prompts, self._padding = prompts, np.asarray(padding)
         self.rows = rows
         self.num_columns = num_columns
@@ -66,7 +66,7 @@ class RecordedRows:
                 f"num_return_sequences must be passed to `begin` too"
             )
         if past >= length:
-            if ids is not None and ids.shape[1] > 1:  # one token is not checked, because that would wait for the GPU
+            if ids is not None and ids.shape[1] > 1:  # a single token is not checked: that would wait for the GPU
                 is_token = np.ones((num_rows, ids.shape[1]), bool)
                 self._check_positions(past, ids.shape[1], positions, is_token)
             return ids is not None and past == self.num_columns
@@ -125,7 +125,7 @@ class RecordedRows:
 
     @property
     def has_full_block(self) -> bool:
-        """True if a row has a full block that is not saved."""
+        """True if a row has a full block that `num_saved` does not count."""
         block_tokens = self.rows[0].chain.namespace.block_tokens
         return any((self.num_columns - row.padding) // block_tokens > row.num_saved for row in self.rows)
 

@@ -66,7 +66,7 @@ class ConnectorConfig:
     """Settings of the connector. docs/vllm.md describes them for users."""
 
     host_bytes: int = 4 << 30
-    """Host memory for blocks, over all ranks."""
+    """Host memory for blocks, in total over all ranks."""
     stores: tuple[StoreSettings, ...] = ()
     policy: str = "lru"
     revision: str = ""
@@ -143,7 +143,7 @@ class RequestOptions:
     priority: int = 0
     ttl: float = float("inf")
     explain: bool = False
-    """Return the number of loaded tokens by tier and the reason for a miss in the response's `kv_transfer_params`."""
+    """In `kv_transfer_params` of the response, return the number of loaded tokens by tier and the reason for a miss."""
     error: str = ""
     """Description of invalid settings. The request then runs with the default settings and `explain`, because an
     exception in a connector would stop vLLM for all requests."""

@@ -1,4 +1,4 @@
-"""KvtierConnector: vLLM's connector interface. Each method calls the scheduler side or the worker side.
+"""KvtierConnector: vLLM's connector interface. Its methods call the scheduler side or the worker side.
 
 vLLM 0.32 defines the order and the requirements of the calls (docs/vllm.md). An exception in a call would stop vLLM for
 all requests. Failed loads, saves and store calls are therefore reported as values, not as exceptions.
@@ -129,7 +129,7 @@ class KvtierConnector(KVConnectorBase_V1):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         # After a failed load, vLLM continues after the last loaded block. If the model has attention windows, the
-        # window before that position may contain blocks that vLLM has dropped. Such a request must start again.
+        # window before that position may contain blocks that vLLM has dropped. The request must then start again.
         self._drops_blocks = drops_blocks(kv_cache_config)
         self._failed_blocks: set[int] = set()
         self._reports: list[Report] = []
@@ -319,14 +319,14 @@ class KvtierConnector(KVConnectorBase_V1):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """With `layout: auto`, request block-first cache tensors on CUDA, for one copy per block."""
+        """With `layout: auto`, request block-first cache tensors on CUDA, so that one copy transfers a block."""
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         is_auto = ConnectorConfig.parse(extra).layout == "auto"
         return "BLHNC" if is_auto and current_platform.is_cuda() else None
 
 
 def _check_supported(vllm_config: Any, kv_cache_config: Any, config: ConnectorConfig) -> None:
-    """Raise an error if kvtier does not support this version or configuration of vLLM, or the attention layers."""
+    """Raise an error if kvtier does not support the version of vLLM, its configuration, or the attention layers."""
     version = tuple(int(part) for part in vllm.__version__.split(".")[:2])
     if version < MIN_VERSION:
         wanted = ".".join(map(str, MIN_VERSION))
@@ -367,14 +367,13 @@ def _page_format(vllm_config: Any, kv_cache_config: Any, group: Any) -> str:
 
 
 def _is_supported(spec: Any) -> bool:
-    """True if vLLM stores each block of tokens of these layers in a device block of its own, and does not overwrite the
-    device block while the request uses it."""
+    """True if each block of tokens has its own device block, which vLLM does not overwrite while a request uses it."""
     kinds = FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec
     return isinstance(spec, kinds) and not hasattr(spec, "rswa_window")
 
 
 def drops_blocks(kv_cache_config: Any) -> bool:
-    """Return True if not all layers have full attention. vLLM may then free blocks that the window has passed."""
+    """Return True if some layers have attention windows. vLLM may then free blocks that a window has passed."""
     groups = kv_cache_config.kv_cache_groups
     return not all(isinstance(spec, FullAttentionSpec) for group in groups for spec in _specs_of(group))
 

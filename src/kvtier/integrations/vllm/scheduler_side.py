@@ -50,7 +50,7 @@ class TrackedRequest:
     may_save: bool = True
     may_load: bool = True
     has_run: bool = False
-    """True if the request was in a step since its last admission. Until then, its blocks are possibly not computed."""
+    """True if the request was in a step since its last admission. Before this step, its blocks may not be computed."""
     was_loaded: bool = False
     saves: set[int] = field(default_factory=set)
     """Ids of saves in flight, except for saves that began before a preemption."""
@@ -334,7 +334,7 @@ class SchedulerSide:
             tracked.saves.add(number)
 
     def _num_savable(self, tracked: TrackedRequest, num_full: int) -> int:
-        """Return how many of a request's leading full blocks may be saved with these settings."""
+        """Return how many of a request's leading full blocks the setting `save_generated` allows to save."""
         num_prompt = tracked.request.num_prompt_tokens // self._block_tokens
         return num_full if self._config.save_generated else min(num_full, num_prompt)
 
