@@ -15,7 +15,8 @@ again before. A class is a combination of features, for example of `uses`, the n
     hazard(class, age) = common(age) * one factor per feature * factor(class) * shape(uses, age) * shape(class, age)
 
 common(age) is the hazard of all classes together. Each factor and shape is a ratio (observed hits + k) / (expected hits
-+ k), which is close to 1 if there are few observations. k is the weight of PRIOR typical observations.
++ k), which is close to 1 if there are few observations. k is the weight of PRIOR typical observations. For
+shape(class, age), 2 * k takes the place of k.
 """
 
 from __future__ import annotations
