@@ -365,10 +365,11 @@ def test_object_overwritten_by_late_client_is_missing(folder):
     first.close()
 
 
+@pytest.mark.parametrize("secret", [None, bytes(32)])
 @pytest.mark.parametrize("sync", [*Sync])
-def test_client_sync_setting_applies_to_its_own_writes(folder, sync):
-    owner = DiskStore(folder, MAX_BYTES, sync=Sync.CLOSE, **SMALL)
-    client = DiskStore(folder, MAX_BYTES, sync=sync, **SMALL)
+def test_client_sync_setting_applies_to_its_own_writes(folder, sync, secret):
+    owner = DiskStore(folder, MAX_BYTES, sync=Sync.CLOSE, secret=secret, **SMALL)
+    client = DiskStore(folder, MAX_BYTES, sync=sync, secret=secret, **SMALL)
     put(owner, 1)
     assert owner._participant.owned._unsynced
     assert put(client, 1).is_durable == (sync is Sync.WRITE)

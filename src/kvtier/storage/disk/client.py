@@ -120,6 +120,9 @@ class SlotClient:
     def forget(self, entry: Entry) -> None:
         self._call(self._reads, ["forget", *entry.place])
 
+    def sync_object(self, entry: Entry) -> None:
+        self._call(self._reads, ["sync_object", *entry.place])
+
     def list_after(self, segment: int, slot: int, limit: int) -> list[Record]:
         _, data = self._call(self._reads, ["list", segment, slot, limit])
         records = [self._record(each) for each in split(data, RECORD_BYTES)]

@@ -158,6 +158,7 @@ class _Session:
             "hold": self._hold,
             "quarantine": functools.partial(self._for_held, slots.quarantine),
             "forget": functools.partial(self._for_held, slots.forget),
+            "sync_object": functools.partial(self._for_held, slots.sync_object),
             "list": self._list,
             "stats": lambda _, __: (list(slots.figures().items()), b""),
             "sequences": lambda values, _: ([slots.next_sequences(int(values[0])).start], b""),

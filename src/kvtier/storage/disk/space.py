@@ -158,11 +158,16 @@ class SlotAllocator:
                 return False
             self._catalog.hold(entry)
         try:
-            if sync and entry.record.segment in self._unsynced:
-                self._sync_objects([entry.record.segment])
+            if sync:
+                self.sync_object(entry)
         finally:
             self.release([entry])
         return True
+
+    def sync_object(self, entry: Entry) -> None:
+        """Flush the segment of a held object, if it has changes that may not be on the disk."""
+        if entry.record.segment in self._unsynced:
+            self._sync_objects([entry.record.segment])
 
     def _sync_objects(self, numbers: Sequence[int]) -> None:
         """Flush all objects of these segments. The caller must prevent the deletion of the segments."""

@@ -445,7 +445,7 @@ class DiskStore:
     def _is_stored(
         self, slots: Slots, record: Record, key: TenantKey, parts: Sequence[memoryview | bytes], scratch: Scratch
     ) -> bool:
-        """True if an equal encrypted object is stored.
+        """True if an equal encrypted object is stored. If this store flushes its writes, flush the object.
 
         The checksum of an encrypted object covers only its beginning. If the records agree, the stored object is
         therefore read and compared.
@@ -460,7 +460,10 @@ class DiskStore:
             slot_bytes = round_up(entry.record.total_bytes)
             count = slots.read_slot(entry.place, room[:slot_bytes])
             opened = open_payload(key, entry.record, room, count)
-            return opened[: len(parts[0])] == parts[0] and opened[len(parts[0]) :] == parts[1]
+            is_same = opened[: len(parts[0])] == parts[0] and opened[len(parts[0]) :] == parts[1]
+            if is_same and self._is_synced:
+                slots.sync_object(entry)
+            return bool(is_same)
         except FormatError:
             return False  # the stored object is damaged, and will be replaced
         finally:
