@@ -38,7 +38,7 @@ def paged_attention(q: Tensor, cache: Tensor, batch: ForwardBatch) -> Tensor:
 
 
 def fast_paged_attention(heads: Heads, cache: Tensor, batch: ForwardBatch, code: EngineNative | None) -> Tensor:
-    """Compute attention on the CPU. For a sequence without cached tokens, torch reads `heads`, not the cache."""
+    """Compute attention on the CPU, with native code where it is supported and faster, otherwise with torch."""
     _, q, k, v = heads
     if q.dtype != torch.float32 or q.shape[2] % 16:
         code = None  # native code needs float32 and a head_dim that is a multiple of 16
@@ -63,7 +63,7 @@ def fast_paged_attention(heads: Heads, cache: Tensor, batch: ForwardBatch, code:
 
 
 def _attend_singles(q: Tensor, cache: Tensor, batch: ForwardBatch, code: EngineNative, out: Tensor) -> None:
-    """Compute attention for the one-token sequences of a mixed batch, with native code that reads keys in place."""
+    """Compute attention for those sequences of a batch that have one new token, with native code."""
     singles = [index for index, count in enumerate(batch.query_lens) if count == 1]
     chosen = torch.tensor(singles)
     rows = batch.query_starts[chosen].long()
@@ -72,7 +72,7 @@ def _attend_singles(q: Tensor, cache: Tensor, batch: ForwardBatch, code: EngineN
 
 
 def sequences_of(batch: ForwardBatch) -> Iterator[tuple[slice, Tensor, int]]:
-    """Yield the rows, block table and number of tokens of each sequence."""
+    """Yield the rows of new tokens, the block table and the context length of each sequence."""
     starts = itertools.accumulate(batch.query_lens, initial=0)
     for index, (start, count, context) in enumerate(zip(starts, batch.query_lens, batch.contexts, strict=False)):
         yield slice(start, start + count), batch.block_tables[index], context
@@ -100,7 +100,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tens
 
 
 def _attend_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute attention for one token, without a mask. Query heads that share a KV head become queries of that head."""
+    """Compute attention for one token, without a mask. Query heads that share a KV head become its queries."""
     grouped = q.view(1, k.shape[1], -1, q.shape[2])
     out = scaled_dot_product_attention(grouped, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0))
     return out.view(1, q.shape[1], q.shape[2])
@@ -116,7 +116,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def split(cls, qkv: Tensor, num_heads: int, num_kv_heads: int) -> Heads:
-        """Split [tokens, (num_heads + 2 num_kv_heads) * head_dim]."""
+        """Split `qkv`, [tokens, (num_heads + 2 num_kv_heads) * head_dim]."""
         parts = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, -1)
         q, k, v = parts.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
         return cls(parts, q, k, v)
@@ -137,7 +137,7 @@ class Ops(Protocol):
         """Return silu(left half) * right half."""
 
     def rotate_and_store(self, heads: Heads, cos: Tensor, sin: Tensor, cache: Tensor, batch: ForwardBatch) -> None:
-        """Rotate q and k in place and write k and v to `batch.slots`. cos and sin are [tokens, head_dim / 2]."""
+        """Rotate q and k in place, then write k and v to the cache. cos and sin are [tokens, head_dim / 2]."""
 
     def attend(self, heads: Heads, cache: Tensor, batch: ForwardBatch) -> Tensor:
         """Compute attention for the new tokens. Call `rotate_and_store` first. Return [tokens, q_dim]."""
@@ -161,7 +161,7 @@ class TorchOps:
 
     def rotate_and_store(self, heads: Heads, cos: Tensor, sin: Tensor, cache: Tensor, batch: ForwardBatch) -> None:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        for each in (heads.q, heads.k):  # rotate each pair (i, i + head_dim / 2) by the angle of its token, in place
+        for each in (heads.q, heads.k):  # rotate each pair of elements (i, i + head_dim / 2) in place
             left, right = each.chunk(2, dim=-1)
             new_left = left * cos - right * sin
             right.copy_(right * cos + left * sin)
@@ -175,14 +175,14 @@ class TorchOps:
 
 
 class CpuOps:
-    """The default on the CPU. It uses native code for supported inputs and torch for all other inputs."""
+    """The default on the CPU. Each operation uses native code where it is supported and faster, otherwise torch."""
 
     def __init__(self) -> None:
         self._plain = TorchOps()
         self._code = native().code
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
-        """Use the packed matrix if it is faster: for few tokens, and on some processors for any number of tokens."""
+        """Use `w.packed` if it is faster: always for few tokens, and on some processors for many tokens."""
         if self._code is None or w.packed is None or not self._code.is_faster(x.shape[0], w.packed):
             return linear(x, w.weight, w.bias)
         out = self._code.linear(x, w.packed)

@@ -1,9 +1,9 @@
 """Batch-invariant operations on the CPU in float32. The result for a token depends only on the token's sequence.
 
 Matrix libraries choose a kernel by the shape of the input, and kernels differ in the order of additions. The result for
-a token alone can therefore differ in the last bits from its result in a batch. Here, all inputs have equal shapes.
-Matrix products use tiles of TILE tokens. Attention uses tiles of TILE queries and KEYS keys. Missing rows are zeros.
-Missing keys are masked and have the weight 0. The query at position p is always row p % TILE of its tile.
+a token alone can therefore differ in the last bits from its result in a batch. Here, the library gets only tiles of a
+fixed size. Matrix products use tiles of TILE tokens. Attention uses tiles of TILE queries and KEYS keys. Missing rows
+are zeros. Missing keys are masked and have the weight 0. The query at position p is row p % TILE of its tile.
 
 Results are invariant only if the library computes a row independently of other rows and of the row's place in a tile.
 `_try_out` tests this for matrix products, norms and activations, before the first use of each shape and thread count.
@@ -77,7 +77,7 @@ class InvariantOps:
 
 
 def _attend_tile(q: Tensor, first: int, context: int, cache: Tensor, table: Tensor) -> Tensor:
-    """Compute attention for TILE queries, from position `first` on, over keys [0, context), in tiles of KEYS keys."""
+    """Compute attention for queries at the positions [first, first + TILE) over the keys [0, context)."""
     kv_heads, dim, block_tokens = cache.shape[3], cache.shape[4], cache.shape[2]
     group = q.shape[1] // kv_heads
     grouped = q.view(TILE, kv_heads, group, dim).permute(1, 0, 2, 3).reshape(kv_heads, TILE * group, dim)
@@ -103,9 +103,9 @@ def _attend_tile(q: Tensor, first: int, context: int, cache: Tensor, table: Tens
 
 @functools.cache
 def _mask(offset: int, group: int) -> Tensor:
-    """Return a mask [query and query head, key] that is True for keys after the query.
+    """Return a mask [TILE * group, KEYS] that is True for keys after the query.
 
-    Query i has the position of key i + `offset`. Its `group` query heads have equal rows.
+    Query i has the position of key i + `offset`, and `group` equal rows: one per query head of a KV head.
     """
     return torch.arange(KEYS) > (torch.arange(TILE) + offset).repeat_interleave(group)[:, None]
 

@@ -1,9 +1,9 @@
 """CUDA operations in Triton, with fused kernels for the operations between matrix products.
 
-The prefill kernel uses tiles of queries. The decode kernel splits the keys among programs. With few tiles, the prefill
-kernel does so too. Both kernels read keys and values in place from the strided cache of one layer, [blocks, 2,
-block_tokens, kv_heads, head_dim]. The grid of the decode kernel depends only on shapes and not on values in device
-memory. A decode step can therefore be captured in a CUDA graph and replayed with other context lengths.
+The prefill kernel uses tiles of queries. The decode kernel splits the keys of a sequence among programs. With few
+tiles, the prefill kernel also splits the keys. Both kernels read keys and values in place from the strided cache of one
+layer, [blocks, 2, block_tokens, kv_heads, head_dim]. The grid of the decode kernel depends only on shapes. A decode
+step can therefore be captured in a CUDA graph and replayed with other context lengths.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ from kvtier.engine.weights import Linear
 _TILE = (64, 64, 4, 2)
 _TILE_SMALL_HEADS = (128, 64, 4, 3)  # head_dim up to 64
 _TILE_F32 = (32, 32, 4, 3)  # Triton unrolls float32 dots: tiles of 128 x 64 would take minutes to compile
-# Keys per iteration and warps of the decode kernel. Time with 2 and with 4 warps: 245 and 256 us for 256 rows over 1k
-# keys, 143 and 134 us for 128 rows (a layer with the heads of Llama-3-8B, H200, measured on 2026-11-20).
+# Decode kernel: keys per iteration, and warps. Time of a layer with the heads of Llama-3-8B in us, over 1k keys (H200,
+# measured on 2026-11-20):
+#     rows       128    256
+#     2 warps    143    245
+#     4 warps    134    256
 _SPLIT_KEYS, _SPLIT_WARPS, _SPLIT_WARPS_F32 = 64, 2, 4
-_MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024  # maximum number of shares per prefill tile, minimum keys per share
+_MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024  # prefill: maximum shares of the keys of a tile, minimum keys per share
 
 
 @triton.jit
@@ -42,7 +45,7 @@ def _norm(
     x_ptr, residual_ptr, weight_ptr, out_ptr, x_stride, inner, inner_stride, eps,
     DIM: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Normalize one row. With ADD, add x to the residual first. x has two strides, to read heads of qkv in place."""
+    """Normalize one row of x. With ADD, first add x to the residual, then normalize the sum. x may be strided."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED)
     inside = column < DIM
     at = row // inner * x_stride + row % inner * inner_stride + column
@@ -72,7 +75,7 @@ def _rotate_and_store(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate q and k of one token in place, and write k and v to its slot unless the slot is -1 (a padding row)."""
+    """Rotate q and k of one token in place. Write k and v to the token's slot, except for a padding row (slot -1)."""
     token = tl.program_id(0).to(tl.int64)
     column, head = tl.arange(0, PADDED), tl.arange(0, ROWS)
     dim: tl.constexpr = 2 * HALF
@@ -98,7 +101,7 @@ def _rotate_and_store(
 
 
 def _power_of_2(number: int) -> int:
-    """Return the next power of two. Triton's own function takes 1.5 us, a tenth of the time of a launch."""
+    """Return the lowest power of two >= `number`. triton.next_power_of_2 takes 1.5 us, a tenth of a kernel launch."""
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -106,7 +109,7 @@ class TritonOps:
     """Fused Triton kernels. The default on CUDA."""
 
     def __init__(self, long_limits: tuple[int, int] = LONG_LIMITS) -> None:
-        """Chunks of at least `long_limits` (queries, queries x keys) use the kernel for long chunks if supported."""
+        """Chunks that reach both `long_limits` (queries, queries x keys) use the kernel for long chunks if supported."""
         self._long_limits = long_limits
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:
@@ -189,7 +192,7 @@ def _attend(
     seen = new_top
     if MASKED:
         seen = tl.where(new_top == float("-inf"), 0.0, new_top)  # avoids NaN if a row sees none of these keys
-    weights, kept = tl.exp2(scores * scale - seen[:, None]), tl.exp2(top - seen)  # one multiply-add per score
+    weights, kept = tl.exp2(scores * scale - seen[:, None]), tl.exp2(top - seen)  # scaling here costs no instruction
     total = total * kept + tl.sum(weights, 1)
     v = tl.load(at[:, None] + kv_stride + dim[None, :], mask=v_mask, other=0.0)
     sums = tl.dot(weights.to(v.dtype), v, sums * kept[:, None], input_precision="ieee")
@@ -203,7 +206,7 @@ def _prefill(
     BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention for one tile of ROWS / GROUP tokens and one KV head. A token has one row per query head.
+    """Compute attention for ROWS / GROUP tokens and one KV head. A token has GROUP rows, one per query head.
 
     If SPLITS > 1, attend only to one share of the keys, and store partial sums for `_combine`.
     """
@@ -260,9 +263,9 @@ def _decode(
     BLOCK_TOKENS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention for the query heads of a KV head over one share of the keys.
+    """Compute attention for the GROUP query heads of a KV head over one share of the keys of a sequence.
 
-    Store the final result in `partial_ptr` if SPLITS is 1, otherwise sums for `_combine`.
+    If SPLITS is 1, store the final result in `partial_ptr`. Otherwise store partial sums for `_combine`.
     """
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     context = tl.load(contexts_ptr + sequence)
@@ -304,7 +307,7 @@ def _decode(
 def _combine(
     partial_ptr, top_ptr, total_ptr, out_ptr, DIM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the shares of one query head. In a share without keys, `top` is -inf and the weight is 0."""
+    """Combine the partial sums of one query. If a share has no keys, its `top` is -inf and its weight is 0."""
     row = tl.program_id(0).to(tl.int64)
     split, dim = tl.arange(0, SPLITS), tl.arange(0, PADDED)
     top = tl.load(top_ptr + row * SPLITS + split)
@@ -369,7 +372,7 @@ def _run_decode(q: Tensor, cache: Tensor, batch: ForwardBatch, out: Tensor) -> N
 
 
 def _partial(q: Tensor, splits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate three tensors for the shares: weighted sums of values, largest scores, and total weights."""
+    """Allocate three tensors for partial results: weighted sums of values, largest scores, and total weights."""
     tokens, heads, dim = q.shape
     top, total = torch.empty(2, tokens, heads, splits, dtype=torch.float32, device=q.device)
     return torch.empty(tokens, heads, splits, dim, dtype=torch.float32, device=q.device), top, total
@@ -386,9 +389,10 @@ def _processors(device: torch.device) -> int:
 
 
 def num_splits(programs: int, device: torch.device) -> int:
-    """Return the number of shares per sequence: the largest power of two with at most four programs per SM, up to 64.
+    """Return the number of shares into which the decode kernel splits the keys of a sequence: a power of two.
 
-    Time of one layer with the heads of Llama-3-8B in us, with 132 SMs (H200, measured on 2026-11-20):
+    `programs` is the number of programs without splits. With splits, an SM gets at most four programs. Time of one
+    layer with the heads of Llama-3-8B in us, with 132 SMs (H200, measured on 2026-11-20):
         rows x context   2 x 32k   8 x 8k   16 x 32k   24 x 1k   32 x 8k   48 x 1k   64 x 1k
         shares                32        8          4         2         2         1         1
         time                68.4     67.9        485      33.8       248      57.9      66.0
@@ -400,17 +404,17 @@ def num_splits(programs: int, device: torch.device) -> int:
 
 
 def prefill_splits(rows: int, most_keys: int, device: torch.device) -> int:
-    """Return the number of shares into which the keys of a tile are split: a power of two.
+    """Return the number of shares into which the prefill kernel splits the keys of a tile: a power of two.
 
-    `rows` is the number of rows of all tiles. Splits help if few tokens attend to many keys, for example after a cached
-    prefix. There are then too few tiles for all multiprocessors. The rules are tuned for tiles of 128 rows. Time of one
-    layer with the heads of Llama-3-8B over 32k keys (H200, measured on 2026-11-15):
+    `rows` is the number of rows of all tiles. Splits help if few tokens attend to many keys, because such a prefill has
+    fewer tiles than the GPU has SMs. Time of one layer with the heads of Llama-3-8B over 32k keys, with tiles of 128
+    rows (H200, measured on 2026-11-15):
         tokens               16     64     256    512
         without splits, ms   0.95   1.00   1.04   0.96
         with splits, ms      0.14   0.22   0.62   1.05
     """
     tiles, processors = max(1, rows // 128), _processors(device)
-    if 4 * tiles > 3 * processors:  # the tiles occupy more than three quarters of the multiprocessors
+    if 4 * tiles > 3 * processors:  # the tiles occupy more than three quarters of the SMs
         return 1
     most = min(_MOST_PREFILL_SPLITS, 2 * processors // tiles, max(1, most_keys // _LEAST_SHARE))  # at most two per SM
     return 1 << most.bit_length() - 1

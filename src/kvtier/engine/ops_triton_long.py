@@ -1,8 +1,8 @@
 """Triton kernels for long prompt chunks: attention over contiguous keys with TMA loads.
 
-TMA copies whole tiles into shared memory without address computations in the threads, but needs keys at equal
-distances. The keys of a sequence are therefore copied out of the paged cache first. For 32k keys, the copy takes 0.1 ms
-and the attention of 2k queries takes 2.2 ms (H200, measured on 2026-11-19).
+TMA (the Tensor Memory Accelerator) copies whole tiles into shared memory without address computations in the threads.
+It needs keys at equal distances, so the keys and values of a sequence are first copied out of the paged cache. For 32k
+keys, the copy takes 0.1 ms, and the attention of 2k queries takes 2.2 ms (H200, measured on 2026-11-19).
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# Minimum number of queries, and of queries x keys, for this kernel. Smaller chunks use the paged kernel, which needs no
+# Minimum queries, and minimum queries x keys, for this kernel. Smaller chunks use the paged kernel, which needs no
 # copy. TFLOP/s for the heads of Llama-3-8B (H200, measured on 2026-11-19):
 #     queries/keys   512/512   512/2k   512/8k   2k/2k   2k/8k   8k/8k   32k/32k
 #     paged kernel        32      145      267     183     329     345       380
 #     this kernel         20      123      298     202     438     492       488
 LONG_LIMITS = (512, 2048 * 2048)
-# Query rows, keys, warps, stages. Speed of a prefill of 2k, 8k and 32k tokens, as a share of the speed of a large
-# matrix product: .811, .785, .716; with 128, 128, 8 and 3: .794, .781, .732 (H200, measured on 2026-11-19).
+# Query rows, keys, warps, stages. Speed of a prefill, as a share of the speed of a large matrix product (H200, measured
+# on 2026-11-19):
+#     prompt tokens        2k      8k     32k
+#     64, 64, 4, 3       .811    .785    .716
+#     128, 128, 8, 3     .794    .781    .732
 _ROWS, _KEYS, _WARPS, _STAGES = 64, 64, 4, 3
 _COPIED = 4096  # elements of a block that one program copies
 
@@ -49,7 +52,7 @@ def _long_prefill(
     q_ptr, k_desc, v_desc, out_ptr, count, context, scale, q_stride, out_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of ROWS / GROUP tokens of a sequence for one KV head. A token has one row per query head."""
+    """Compute attention for ROWS / GROUP tokens and one KV head. A token has GROUP rows, one per query head."""
     TOKENS: tl.constexpr = ROWS // GROUP
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)  # tiles with the most keys run first
@@ -82,7 +85,7 @@ def _gather(
     cache_ptr, table_ptr, out_ptr, context, block_stride, kv_stride, out_stride,
     TOKEN: tl.constexpr, BLOCK: tl.constexpr, COPIED: tl.constexpr,
 ):  # fmt: skip
-    """Copy up to COPIED elements of a block's keys or values. A block has BLOCK elements of each, TOKEN per token."""
+    """Copy up to COPIED of the BLOCK elements of a block's keys or values. Each token has TOKEN elements."""
     index, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     block = tl.load(table_ptr + index).to(tl.int64)
     at = tl.program_id(1) * COPIED + tl.arange(0, COPIED)
@@ -98,16 +101,16 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 def supports_long(q: Tensor, kv_heads: int) -> bool:
-    """True if `long_attention` supports q [tokens, heads, head_dim]. A tile needs a row per query head of a KV head."""
+    """True if `long_attention` supports q [tokens, heads, head_dim]. Query heads of one KV head must fit in a tile."""
     is_small = q.shape[1] // kv_heads <= _ROWS and q.shape[2] in (64, 128)
     return is_small and q.dtype in (torch.bfloat16, torch.float16) and _is_hopper(q.device)
 
 
 def gather(cache: Tensor, table: Tensor, context: int) -> Tensor:
-    """Return the keys and values of a sequence, [2, at least context, kv_heads, head_dim].
+    """Return the keys and values of a sequence, [2, tokens, kv_heads, head_dim].
 
-    Only the first `context` rows are defined. The number of rows is a power of two, so that the memory allocator of
-    torch can often reuse the memory of the previous layer or chunk, even if the context has grown.
+    Only the first `context` tokens are defined. The second dimension is a power of two, so that torch's allocator can
+    often reuse the memory of the previous chunk, which had a shorter context.
     """
     _, _, block_tokens, kv_heads, dim = cache.shape
     token = kv_heads * dim

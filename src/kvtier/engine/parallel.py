@@ -1,10 +1,10 @@
-"""Ranks: rank 0 of a tensor-parallel engine uses this class to start and control the processes of the other ranks.
+"""Ranks: the class with which rank 0 of a tensor-parallel engine starts and controls the processes of other ranks.
 
-    rank 0    scheduler, CacheManager, sampling,       ──Plan, step──>   ranks 1, 2, ..: a share of the model,
-              a share of the model and of blocks       <──Reports───     a share of every block
+    rank 0: scheduler, CacheManager, sampling     ──Plan, step──>     ranks 1, 2, ..
+                                                  <───Reports────
 
-Every rank computes its share of the model, and the ranks call all_reduce twice per layer. If a rank dies, fails or
-exceeds a timeout, all later calls that need another rank raise EngineError, and `close` kills the other ranks.
+Every rank holds a share of the model and of each block. The ranks call all_reduce twice per layer. If a rank dies,
+fails or exceeds a timeout, all later calls that need another rank raise EngineError, and `close` kills the other ranks.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from kvtier.worker.layer_waits import LayerWaits
 
 _MAIN = "from kvtier.engine.rank_process import main; main({})"  # Python program of the other ranks
 _SLOW_SECONDS = 600.0
-"""Timeout for the start and for replies to calls. The start, `wake` and `resize_host` allocate memory."""
+"""Timeout for the start and for replies to calls. It is long, because the start and some calls allocate memory."""
 _CLOSE_SECONDS = 30.0
 """Timeout for `close`. Closing finishes the writes to stores."""
 _BLAME_SECONDS = 0.2
-"""Maximum time that rank 0 waits after an error for each other rank to exit, or to report the cause."""
+"""After an error, timeout for another rank to exit or to send its next message, which may state the cause."""
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ T = TypeVar("T")
 class Ranks:
     """Controls the other ranks. As a `Controller`, it executes plans on all ranks. Use it only on the engine thread."""
 
-    overlaps_compute = False  # plans are sent to all ranks before the step
+    overlaps_compute = False  # each plan is submitted to all ranks as a whole, before the step
     is_copying = False
 
     def __init__(self, model: Model, config: RankConfig) -> None:
@@ -66,7 +66,7 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection[Any, Any]] = []
         self._reports: list[Report] = []
-        self._num_ended = [0] * (num_ranks - 1)  # for each other rank: computed steps not yet taken by `end_step`
+        self._num_ended = [0] * (num_ranks - 1)  # for each other rank: computed steps that `end_step` has not counted
         self._error: EngineError | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-ranks-")  # created with mode 0700
         self._threads = torch.get_num_threads()
@@ -95,18 +95,18 @@ class Ranks:
     # ---- steps -----------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: Step, inputs: Sequence[SequenceInput]) -> None:
-        """Send a step to the other ranks, which compute it after all earlier steps. Rank 0 must compute it too."""
+        """Send a step to the other ranks, which compute steps in order. Rank 0 must compute the step too."""
         self._broadcast(RankCall("step", (tuple(inputs), step.copies, step.loads), replies=False))
 
     def end_step(self) -> None:
-        """Wait for the other ranks to compute the oldest step in flight. `poll` then returns reports of its loads."""
+        """Wait until the other ranks have computed the oldest step in flight. `poll` then returns their reports."""
         for rank in self._ranks:
             while not self._num_ended[rank - 1]:
                 self._next(rank, self._timeout)
             self._num_ended[rank - 1] -= 1
 
     def error_of(self, error: BaseException) -> BaseException:
-        """Return the most likely cause of `error`, with which a step failed on rank 0. The engine cannot continue.
+        """Return the most likely cause of `error`, which a step raised on rank 0. The engine cannot continue.
 
         The cause may be another rank, because all_reduce fails on every rank if one rank is lost.
         """
@@ -129,7 +129,7 @@ class Ranks:
 
     @property
     def num_host_ready(self) -> int:
-        """Number of host slots that were ready on every rank at the start."""
+        """Number of host slots that are ready on rank 0 and were ready on all other ranks at the start."""
         return min(self.own.num_host_ready, self._num_host_ready)
 
     @property
@@ -192,7 +192,7 @@ class Ranks:
     def _end_processes(self) -> None:
         for link in self._links:
             with contextlib.suppress(OSError), link:  # closes the link, also if `send` raises
-                if self._error is None:  # otherwise the rank may hang, and `send` would block if the pipe is full
+                if self._error is None:  # after an error, the rank may hang, and `send` blocks if the pipe is full
                     send(link, RankCall("close"))
         timeout = _CLOSE_SECONDS if self._error is None else 0.0
         for process in self._processes:
@@ -234,7 +234,7 @@ class Ranks:
         self._guard(rank, lambda: send(self._links[rank - 1], message))
 
     def _receive(self, rank: int, timeout: float) -> Any:
-        """Return the value of the next reply. Reports that arrive until then are kept for `poll`."""
+        """Return the value of the next reply. Reports that arrive before the reply are kept for `poll`."""
         while not (message := self._next(rank, timeout)).is_reply:
             pass
         return message.value
@@ -259,7 +259,7 @@ class Ranks:
             raise self._fail(f"the process of rank {rank} ended with exit code {self._exit_code(rank)}") from error
 
     def _exit_code(self, rank: int) -> int | None:
-        """Return the exit code of a rank's process, or None if the process still runs after a short wait."""
+        """Wait briefly for a rank's process to end. Return its exit code, or None if the process has not ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._processes[rank - 1].wait(_BLAME_SECONDS)
         return None
@@ -281,5 +281,5 @@ class RankedStore:
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to the CPU. Pickling a view without a copy would send the whole tensor behind the view."""
+    """Copy a tensor to the CPU. Without a copy, pickling a view would send the whole underlying tensor."""
     return tensor.detach().cpu().clone()

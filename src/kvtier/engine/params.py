@@ -12,7 +12,7 @@ from kvtier.errors import ArgumentError, RangeError
 if TYPE_CHECKING:
     import torch
 
-_MAX_LOGPROBS = 1024  # alternatives per token, which limits the size of an output
+_MAX_LOGPROBS = 1024  # maximum alternatives per token; a limit on the size of outputs
 
 # Lowest and highest accepted values, for Python callers and for HTTP requests. These limits keep every intermediate
 # value finite in float32.
@@ -49,7 +49,7 @@ class Penalties:
 
 
 class Constraint(Protocol):
-    """Restricts the tokens of one sequence, for example by a grammar. An exception ends only this sequence."""
+    """Restricts the tokens of one sequence, for example by a grammar. If a method raises, only this sequence ends."""
 
     def forbid(self, logits: torch.Tensor) -> None:
         """Set the logits of forbidden tokens to -inf. Raise StateError if every token is forbidden."""
@@ -78,7 +78,7 @@ class SamplingParams:
     """True if the output includes the stop string that ended it."""
     stop_token_ids: tuple[int, ...] = ()
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token, number that is added to the token's logit after the penalties)."""
+    """Pairs of a token and a number. After the penalties, the number is added to the logit of the token."""
     allowed_token_ids: tuple[int, ...] = ()
     """Tokens that may be sampled; empty for all tokens. To allow the end of the text, include an end-of-text token."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -89,12 +89,12 @@ class SamplingParams:
     """End-of-text and stop tokens are not sampled before this number of output tokens. Stop strings still apply."""
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Report the log-probability of each sampled token, and those of this many most likely tokens. None: no report."""
+    """Report the log-probabilities of each sampled token, and of this many most likely tokens. None: no report."""
     prompt_logprobs: int | None = None
-    """Report the log-probability of each prompt token, and those of this many most likely tokens. None: no report."""
+    """Report the log-probabilities of each prompt token, and of this many most likely tokens. None: no report."""
     prompt_logprobs_start: int = 1
     """Index s of the first prompt token to report. With `prompt_logprobs`, at most s - 1 leading tokens come from the
-    cache, because the log-probability of token s is computed from token s - 1. Token 0 has no log-probability."""
+    cache, because the model computes the log-probability of token s at token s - 1. Token 0 has no log-probability."""
     n: int = 1
     """Number of samples per prompt. All samples share the blocks of the prompt."""
     constraint: Callable[[], Constraint] | None = None
@@ -198,7 +198,7 @@ class FinishReason(Enum):
 class Output:
     """Text and tokens that one step added to one sequence. Treat an output as immutable.
 
-    The class is not frozen, because creating a frozen dataclass takes five times as long.
+    The class is not frozen, because creating a frozen instance takes five times as long.
     """
 
     request_id: str
@@ -213,8 +213,8 @@ class Output:
     num_cached_tokens: int
     error: str = ""
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    """Scores of prompt tokens, in order from SamplingParams.prompt_logprobs_start on. A step may split its scores among
-    several outputs. Only the first sequence of a request reports scores."""
+    """One element per prompt token, beginning at SamplingParams.prompt_logprobs_start. Long results are divided among
+    several outputs. Only the first sequence of a request has such results."""
     stop_text: str = ""
     """The stop string that ended the sequence, otherwise empty."""
 
@@ -238,7 +238,7 @@ class Explanation:
     miss: str
     """Reason why the cached prefix was not longer."""
     tokens_from: dict[str, int]
-    """Number of cached tokens, by tier."""
+    """Number of cached tokens by tier."""
     why_loaded: str
     """Reason why blocks in lower tiers were loaded or recomputed. Empty if there was no such decision."""
     waited_seconds: float | None
