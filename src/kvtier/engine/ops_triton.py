@@ -109,7 +109,7 @@ class TritonOps:
     """Fused Triton kernels. The default on CUDA."""
 
     def __init__(self, long_limits: tuple[int, int] = LONG_LIMITS) -> None:
-        """Chunks that reach both `long_limits` (queries, queries x keys) use the kernel for long chunks if supported."""
+        """Chunks that reach both `long_limits` (queries, queries x keys) use the kernel for long chunks if possible."""
         self._long_limits = long_limits
 
     def linear(self, x: Tensor, w: Linear) -> Tensor:

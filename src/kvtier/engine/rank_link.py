@@ -1,7 +1,7 @@
 """Connections between the ranks of an engine: a pipe to rank 0 for messages, and a process group for all_reduce.
 
-    rank 0 ──RankConfig, weights, rendezvous, then RankCall.. ──> rank r
-    rank 0 <──RankMessage.. ── rank r
+    rank 0 ──RankConfig, weights, path for `rendezvous`, then RankCalls──> rank r
+    rank 0 <──RankMessages── rank r
 
 Messages are pickled, which is safe because only processes of this engine use the pipe. A rank executes calls in order,
 so rank 0 can submit a plan and the next step without waiting. Each engine has its own process group.
@@ -43,7 +43,7 @@ class RankConfig:
     num_host_blocks: int
     """0 if there is no host tier."""
     stores: Mapping[str, tuple[str, ...]]
-    """URLs of each store. Every rank opens its own part of the store."""
+    """URLs of each store, by name. Every rank opens its own part of each store."""
     namespace: bytes
     secret: bytes  # see CacheConfig
     timeout_seconds: float

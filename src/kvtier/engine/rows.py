@@ -1,10 +1,11 @@
 """DeviceRows: keeps the token, position, sampling parameters and block table of each row on the device.
 
-    SETUP     host -> staging    rows that are new or that the host has changed, through the BatchCopy of the op
+    SETUP     host -> staging    rows that are new or that the host has changed
     PREPARE   staging -> State   `State.warp` and `State.append` move old rows, and add new rows and new blocks
     FORWARD   State -> State     the step writes the sampled token and the next position of each row
 
-If rows and blocks stay the same, a decode step needs no such copies. Each phase has its own staging memory.
+If rows and blocks stay the same, SETUP and PREPARE of a decode step copy nothing. Each batch in flight has a
+number, its phase. Each phase has its own staging memory.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from kvtier.state import Added, Permutation, State
 _TOKEN, _POSITION = 0, 1  # columns of a head, see sampling.COLUMNS
 UNKNOWN = -1
 """Stands for a token that is not on the host yet, because the step that samples it is in flight."""
-_STALE = -1  # the device does not have this position or count
+_STALE = -1  # stands for a position or count that the device does not have
 
 
 class RowInput(NamedTuple):
-    """A row of a step, its sequence, its input for the model, and the prompt tokens that it scores."""
+    """A row of a step, its sequence, its input for the model, and the prompt tokens to score."""
 
     row: Row
     sequence: EngineSequence
@@ -52,7 +53,7 @@ class RowInput(NamedTuple):
 
     @property
     def is_resident(self) -> bool:
-        """True if the row computes one token, which it reads from the device, and samples the next one."""
+        """True if the row computes one token, which it reads from the device, and samples the next token."""
         return self.row.wants_token and self.row.num_tokens == 1 and not len(self.scored)
 
 
@@ -84,7 +85,7 @@ class _RowState(NamedTuple):
     """The allocation that the block table belongs to."""
     table: Any
     slot: int
-    """The row's slot in the token counts, or -1."""
+    """The row's slot in the token counts, or -1 for a row without penalties."""
     num_counted: int
     """Number of output tokens in the token counts. _STALE if the counts have to be filled again."""
 
@@ -136,7 +137,7 @@ class DeviceRows:
         num_numbers = 4 * max_tokens + 4 * max_rows + 1  # for BatchLayout.numbers and `written` (see `setup`)
         self._phases = [_PhaseRows(max_rows, max_blocks, num_numbers, placement) for _ in range(num_phases)]
         self.counts = torch.zeros(max_rows, vocab, dtype=torch.int32, device=device)
-        """Token counts of rows with penalties (sampling.IN_PROMPT). Rows keep their slots, because counts are large."""
+        """Token counts by slot, see sampling.IN_PROMPT. Rows with penalties keep their slots, as counts are large."""
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._range = torch.arange(max_rows, device=device)
         self._states: dict[Ticket, _RowState] = {}  # rows of the latest batch

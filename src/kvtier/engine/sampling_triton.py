@@ -1,12 +1,11 @@
 """Sample tokens on CUDA without sorting, and write the next token and position into the rows on the device.
 
 One program samples one row. It reads the row several times, but in one kernel, and the row stays in the L2 cache. The
-threshold for top-k or top-p is searched among all float32 numbers in order: each pass compares all scores with three
-numbers and leaves a quarter of the range, so 16 passes are enough for 2^32 numbers. Of tokens with equal scores, the
-lowest ids are kept first. The sampled token is found in the running sum of the kept weights, in order of token id.
-
-Two sums of weights are float32: over all tokens of a chunk, and over one token of each chunk. All other sums are
-float64. The order of all additions depends only on the size of the vocabulary.
+score of a token is its logit. The weight of a token is proportional to its probability. top-k and top-p keep the tokens
+whose scores reach a threshold, which is searched among all float32 numbers. Each pass over the row compares all scores
+with three numbers and leaves a quarter of the range, so 16 passes are enough for 2^32 numbers. Of tokens with equal
+scores, the lowest ids are kept first. The sampled token is found in the running sum of the kept weights, in order of
+token id. The order of all additions depends only on the size of the vocabulary, so that results are reproducible.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvtier.engine.rows import DeviceRows
 from kvtier.engine.sampling import COLUMNS, IN_PROMPT, SLOT, Resident
 from kvtier.state import State
 
-_CHUNK, _WARPS = 8192, 16  # 16 tokens per iteration and thread: fastest of 6 pairs (measured on an H200, 2026-11-19)
+_CHUNK, _WARPS = 8192, 16  # tokens per iteration, warps: fastest of 6 pairs (H200, measured on 2026-11-19)
 # Columns of a head, see sampling.COLUMNS.
 _POSITION, _KEY, _TEMPERATURE, _MIN_P, _TOP_P = (tl.constexpr(each) for each in range(1, 6))
 _TOP_K, _REPETITION, _PRESENCE, _FREQUENCY = (tl.constexpr(each) for each in range(6, SLOT))
@@ -30,13 +29,13 @@ _IN_PROMPT, _LARGEST = tl.constexpr(IN_PROMPT), tl.constexpr(3.4028234663852886e
 
 @triton.jit
 def _number(head, column: tl.constexpr):
-    """Return a float64 number that is stored as bits."""
+    """Return the float64 number whose bits are in a column of a head."""
     return tl.load(head + column).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def _uniform(key, position):
-    """Return the number in [0, 1) that `sampling.uniforms` gives for a key and a position."""
+    """Return the number in [0, 1) that `sampling.uniforms` computes for a key and a position."""
     state = (key + (position + 1) * (-7046029254386353131)).to(tl.uint64)
     state = (state ^ (state >> 30)) * tl.full((), 0xBF58476D1CE4E5B9, tl.uint64)
     state = (state ^ (state >> 27)) * tl.full((), 0x94D049BB133111EB, tl.uint64)
@@ -63,7 +62,7 @@ def _penalize(logits, counts, head, vocab, CHUNK: tl.constexpr):
 
 @triton.jit
 def _highest(logits, vocab, CHUNK: tl.constexpr):
-    """Return the highest score, the first token that has it, and True if this score is infinite or any score is NaN."""
+    """Return the highest score, its first token, and True if this score is infinite or any score is NaN."""
     best, best_at = tl.full((CHUNK,), -float("inf"), tl.float32), tl.zeros((CHUNK,), tl.int32)
     wrong = tl.zeros((CHUNK,), tl.int32)
     for first in range(0, vocab, CHUNK):
@@ -79,7 +78,7 @@ def _highest(logits, vocab, CHUNK: tl.constexpr):
 @triton.jit
 def _key(score):
     """Map a score to an integer. The integers have the same order as the scores."""
-    bits = (score + 0.0).to(tl.int32, bitcast=True)  # + 0.0, because -0.0 and 0.0 are equal
+    bits = (score + 0.0).to(tl.int32, bitcast=True)  # + 0.0 changes -0.0 to 0.0, because the two are equal
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
@@ -92,14 +91,14 @@ def _score(key):
 
 @triton.jit
 def _weigh(logits, at, vocab, highest, scale, WEIGHTED: tl.constexpr):
-    """Return scores and weights. Without WEIGHTED, the weight of each token is 1."""
+    """Return the scores and weights of the tokens `at`. Without WEIGHTED, the weight of each token is 1."""
     score = tl.load(logits + at, mask=at < vocab, other=-float("inf"))
     return score, tl.exp2((score - highest) * scale) if WEIGHTED else (at < vocab).to(tl.float32)
 
 
 @triton.jit
 def _above(logits, vocab, highest, scale, cut, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the weight of all scores above `cut`, the weight of one score at `cut`, and how many are at `cut`."""
+    """Return the weight of scores above `cut`, the weight of one score at `cut`, and the number of scores at `cut`."""
     above, equal, count = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.int32)
     for first in range(0, vocab, CHUNK):
         at = first + tl.arange(0, CHUNK)
@@ -136,7 +135,7 @@ def _threshold(logits, vocab, highest, scale, lowest, goal, WEIGHTED: tl.constex
 
 @triton.jit
 def _last_tie(logits, vocab, cut, ties, CHUNK: tl.constexpr):
-    """Take the `ties` lowest ids of tokens with the score `cut`, and return the highest of these ids."""
+    """Return the id of the last token to keep if the first `ties` tokens with the score `cut` are kept."""
     last, seen = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     for first in range(0, vocab, CHUNK):
         at = first + tl.arange(0, CHUNK)
@@ -148,14 +147,14 @@ def _last_tie(logits, vocab, cut, ties, CHUNK: tl.constexpr):
 
 @triton.jit
 def _kept(logits, at, vocab, highest, scale, min_p, cut, last):
-    """Return the weight of each kept token, and 0 for others. Tokens with the score `cut` are kept up to id `last`."""
+    """Return the weights, with 0 for tokens that are not kept. Tokens with the score `cut` are kept up to id `last`."""
     score, weight = _weigh(logits, at, vocab, highest, scale, True)
     return tl.where(((score > cut) | ((score == cut) & (at <= last))) & (weight >= min_p), weight, 0.0)
 
 
 @triton.jit
 def _pick(logits, vocab, highest, scale, min_p, cut, last, uniform, CHUNK: tl.constexpr, MOST: tl.constexpr):
-    """Return the token at which the running sum of kept weights exceeds `uniform` * total. MOST >= number of chunks."""
+    """Return the token at which the running sum of weights exceeds `uniform` * total. There are at most MOST chunks."""
     lanes, chunks = tl.arange(0, CHUNK), tl.arange(0, MOST)
     sums = tl.zeros((MOST,), tl.float64)
     for first in range(0, vocab, CHUNK):
@@ -163,14 +162,15 @@ def _pick(logits, vocab, highest, scale, min_p, cut, last, uniform, CHUNK: tl.co
         sums += tl.where(chunks == first // CHUNK, inside, 0.0).to(tl.float64)
     running = tl.cumsum(sums, 0)
     target = uniform * tl.max(running, 0)
-    # The first chunk in which the running sum exceeds the target, or the last chunk with a kept token.
+    # Find the first chunk in which the running sum exceeds the target. If rounding errors leave no such chunk, use the
+    # last chunk with a kept token.
     place = tl.min(tl.where(running > target, chunks, MOST), 0)
     place = tl.minimum(place, tl.max(tl.where(sums > 0, chunks, 0), 0))
     before, at = tl.sum(tl.where(chunks < place, sums, 0.0), 0), place * CHUNK + lanes
     weight = _kept(logits, at, vocab, highest, scale, min_p, cut, last)
     exceeds = (tl.cumsum(weight.to(tl.float64), 0) + before > target) & (weight > 0)
     found = tl.min(tl.where(exceeds, at, vocab), 0)
-    final = tl.max(tl.where(weight > 0, at, 0), 0)  # rounding may leave the target above the sum
+    final = tl.max(tl.where(weight > 0, at, 0), 0)  # the last kept token, for the same reason
     return tl.where(found < vocab, found, final).to(tl.int64)
 
 
@@ -179,11 +179,10 @@ def _sample_rows(
     logits_ptr, heads_ptr, other_heads, control_ptr, positions_ptr, counts_ptr, tokens_ptr, vocab,
     IN_GRAPH: tl.constexpr, CHUNK: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
-    """Sample one row.
+    """Sample one row. If IN_GRAPH, also write the next token and position to the head, and count the token.
 
-    In a graph, element 0 of `control_ptr` is the index (0 or 1) of the front tensor of the heads, and element 2 is the
-    number of rows. `other_heads` is the distance from the first tensor to the second. A graph skips rows that need the
-    host. For the other rows, the graph writes the next token and position to the heads, and counts the token.
+    A CUDA graph skips rows that need the host. Element 0 of `control_ptr` is the index of the front tensor of the
+    heads (0 or 1). Element 2 is the number of rows. `other_heads` is the distance from tensor 0 to tensor 1.
     """
     row = tl.program_id(0).to(tl.int64)
     head, logits = heads_ptr + row * _COLUMNS, logits_ptr + row * vocab
@@ -194,7 +193,7 @@ def _sample_rows(
     if is_mine:
         slot, temperature = tl.load(head + _SLOT), _number(head, _TEMPERATURE).to(tl.float32)
         counts = counts_ptr + tl.maximum(slot, 0) * vocab
-        if (slot >= 0) & (tl.load(head + _ON_HOST) == 0):  # if a row needs the host, the host has penalized it
+        if (slot >= 0) & (tl.load(head + _ON_HOST) == 0):  # the host penalizes rows that need the host
             _penalize(logits, counts, head, vocab, CHUNK)
         highest, token, is_wrong = _highest(logits, vocab, CHUNK)
         position = tl.load(head + _POSITION) + 1
@@ -202,7 +201,7 @@ def _sample_rows(
             position = tl.load(positions_ptr + row)
         if (temperature > 0) & (is_wrong == 0):
             top_k, top_p = tl.load(head + _TOP_K), _number(head, _TOP_P)
-            scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)  # for exp2; finite, because inf * 0 is NaN
+            scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)  # for exp2; finite, as inf * 0 is NaN
             cut, ties = highest * 0 - float("inf"), tl.full((), vocab, tl.float64)
             one, count = tl.zeros((), tl.float64), tl.zeros((), tl.int32)
             if (top_k > 0) & (top_k < vocab):
@@ -213,11 +212,11 @@ def _sample_rows(
                 above, one, count = _above(logits, vocab, highest, scale, cut, True, CHUNK)
                 total = above + tl.minimum(ties, count) * one
                 mass = top_p * total
-                # All tokens below this score together weigh less than half of what may be left out.
+                # All tokens below this score together weigh less than half of the weight that top-p may drop.
                 low = highest + tl.log2(((total - mass) / (2 * vocab)).to(tl.float32)) / scale
                 low = _threshold(logits, vocab, highest, scale, tl.maximum(low, cut), mass, True, CHUNK)
                 above, one, count = _above(logits, vocab, highest, scale, low, True, CHUNK)
-                # The smallest set of heaviest tokens that weighs `mass` contains this many tokens with the score `low`.
+                # To reach `mass`, this many tokens with the score `low` are needed besides all tokens above `low`.
                 needed = tl.maximum(tl.ceil((mass - above) / tl.maximum(one, 1e-300)), 1.0)
                 ties = tl.where(low == cut, tl.minimum(needed, ties), needed)
                 cut = low
@@ -240,12 +239,12 @@ def _load_rows(
     heads_ptr, other_heads, tables_ptr, other_tables, table_stride, control_ptr, ids_ptr, positions_ptr, slots_ptr,
     contexts_ptr, out_ptr, out_stride, BLOCK_TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write the model inputs of one row. `other_*` is the distance from the first tensor of a State to the second."""
+    """Write the model inputs of one row. `other_*` is the distance between the two tensors of a State."""
     row = tl.program_id(0).to(tl.int64)
     is_row = row < tl.load(control_ptr + 2)
     head = heads_ptr + tl.load(control_ptr).to(tl.int64) * other_heads + row * _COLUMNS
     table = tables_ptr + tl.load(control_ptr + 1).to(tl.int64) * other_tables + row * table_stride
-    token = tl.maximum(tl.load(head, mask=is_row, other=0), 0)  # -1 if the row has failed
+    token = tl.maximum(tl.load(head, mask=is_row, other=0), 0)  # the token of a failed row is -1
     position = tl.load(head + _POSITION, mask=is_row, other=0)
     slot = tl.load(table + position // BLOCK_TOKENS, mask=is_row, other=0).to(tl.int64) * BLOCK_TOKENS
     tl.store(ids_ptr + row, token)
@@ -272,7 +271,7 @@ def load_rows(rows: DeviceRows, control: torch.Tensor, inputs: ForwardBatch) -> 
 
 
 def sample_captured(logits: torch.Tensor, rows: DeviceRows, control: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Sample the rows that need no host. Write their tokens to `tokens`, and their next state to the rows."""
+    """Sample the rows that do not need the host. Write the tokens to `tokens` and to the heads of the rows."""
     heads = rows.heads
     _sample_rows[(len(logits),)](
         *(logits, heads.front, _distance(heads), control, tokens, rows.counts, tokens, logits.shape[1]),
@@ -284,7 +283,7 @@ def sample_captured(logits: torch.Tensor, rows: DeviceRows, control: torch.Tenso
 
 
 def sample_rows(logits: torch.Tensor, resident: Resident) -> torch.Tensor:
-    """Sample one token for each row of logits. The host has applied the penalties of rows that need the host."""
+    """Sample one token for each row of logits. For rows that need the host, the host has already applied penalties."""
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     _sample_rows[(len(logits),)](
         *(logits.contiguous(), resident.heads, 0, tokens, resident.positions, resident.counts, tokens, logits.shape[1]),
@@ -297,5 +296,5 @@ def sample_rows(logits: torch.Tensor, resident: Resident) -> torch.Tensor:
 
 
 def _distance(state: State) -> int:
-    """Return the number of elements from the front to the back of a State."""
+    """Return the number of elements from the front tensor to the back tensor of a State."""
     return (state.back.data_ptr() - state.front.data_ptr()) // state.front.element_size()

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 FORM: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MAX_SCHEMA_BYTES = 512 << 10  # maximum size of the text of a grammar
 # The time to compile a schema can grow with the square of these counts: 1,000 properties take 0.4 s, 5,000 take 9 s
-# (SmolLM2, measured on 2 busy x86-64 cores, 2026-11-16). The server stops schemas that are slow for other reasons.
+# (SmolLM2, measured on 2 busy x86-64 cores, 2026-11-16). The server aborts compilations that take too long.
 _MOST = {"properties": 10_000, "patterns": 256, "references": 2_000}
-# A mask is computed on the engine thread for every token, while all other requests wait.
+# Limit for the first token mask. Masks are computed on the engine thread, while all other requests wait.
 _MAX_MASK_SECONDS = 0.25
 
 
@@ -103,7 +103,7 @@ class SchemaCompiler:
         return matcher
 
     def constraint(self, grammar: Grammar) -> Callable[[], GrammarConstraint]:
-        """Compile a grammar. Call the returned function once per sequence; it returns a new constraint."""
+        """Compile a grammar. Return a function that returns a new constraint; call it once per sequence."""
         matcher = self.compile(grammar)
         return lambda: GrammarConstraint(matcher.deep_copy())
 
@@ -125,7 +125,7 @@ class GrammarConstraint:
         self._matcher = matcher
 
     def forbid(self, logits: torch.Tensor) -> None:
-        """Set the logits of forbidden tokens to -inf. Raise StateError if all are forbidden or a limit is exceeded."""
+        """Set the logits of forbidden tokens to -inf. Raise StateError if all are forbidden or the parser fails."""
         import numpy as np
 
         from kvtier.engine.forward import to_tensors

@@ -58,7 +58,7 @@ _REPLACEMENT = "\ufffd"
 # _PIECE_CHARS characters. The count stops when it exceeds twice the allowed number.
 _USUAL_CHARS, _PIECE_CHARS = 8, 1 << 14
 _NFC_SHRINKS = 3  # NFC makes text at most 3 times shorter: three jamo (9 bytes) become a syllable (3 bytes)
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # name of a byte in tokenizers with byte fallback
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # text of a token for one byte, in tokenizers with byte fallback
 _CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF whose text must not be split
 # Patterns that split text before byte pairs are merged, by the value of tokenizer.ggml.pre in GGUF. None selects the
 # pattern of ByteLevel.
@@ -132,8 +132,8 @@ class Tokenizer:
     def max_token_bytes(self) -> int | None:
         """Largest number of bytes of text that one token can represent; None if the limit is not known.
 
-        The limit is known only if tokens are byte-level and strip no white space, and the normalizer is NFC or absent.
-        In a byte-level vocabulary, each character of a token represents one byte. Added tokens are plain text.
+        The limit is known only for byte-level tokenizers that have no normalizer except NFC, and no added tokens that
+        strip white space. In their vocabulary, each character represents one byte. Added tokens are plain text.
         """
         config = json.loads(self.to_json())
         steps, added, normalizer = config["pre_tokenizer"] or {}, config["added_tokens"], config["normalizer"] or {}
@@ -178,7 +178,7 @@ class Tokenizer:
 
     def _find_bytes(self, token_id: int) -> bytes:
         text = self.decode([token_id], skip_special=False)
-        if _REPLACEMENT not in text:  # use the second of two copies, because the first one may lose a leading space
+        if _REPLACEMENT not in text:  # decode two copies and use the second; the first may lose a leading space
             return self.decode([token_id, token_id], skip_special=False)[len(text) :].encode()
         token: str = self._backend.id_to_token(token_id) or ""
         if (byte := _BYTE_TOKEN.fullmatch(token)) is not None:

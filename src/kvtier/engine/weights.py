@@ -63,7 +63,7 @@ class ModelWeights:
 
     @property
     def arithmetic(self) -> str:
-        """The dtype, and whether products round their input. KV of different arithmetic is never shared."""
+        """The dtype, and whether products round their input. Models with different arithmetic never share KV."""
         products = [each for layer in self.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         is_integer = any(each.packed is not None and each.packed.is_integer for each in products)
         return f"{self.dtype}{' with integer products' if is_integer else ''}"
@@ -79,7 +79,7 @@ class Products(StrEnum):
 
 
 RawMatrix = tuple[str, torch.Tensor]
-"""A stored type and a matrix: ("BF16", [rows, columns]), or a GGUF type with bytes, as in ("Q4_1", [rows, bytes])."""
+"""Stored type and data of a matrix: ("BF16", [rows, columns]), or bytes of a GGUF type: ("Q4_1", [rows, bytes])."""
 
 
 class TensorSource(Protocol):
