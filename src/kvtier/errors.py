@@ -17,7 +17,7 @@ KvtierError
 │   └── TransferTimeoutError (TimeoutError)  a transfer or the wait for a transfer timed out
 │       └── LayerSwapTimeoutError    the blocks of a layer did not arrive in time
 ├── StoreError (RuntimeError)        a store could not be opened, listed or closed
-│   └── StoreInUseError              another process has the store and does not share it
+│   └── StoreInUseError              another process uses the store and does not share it
 ├── CheckpointError (ValueError)     a model's files are incomplete, inconsistent or not supported
 └── FormatError (ValueError)         stored bytes are invalid: wrong format, truncated or corrupt
     └── VersionError                 the data has a newer format version
@@ -93,8 +93,7 @@ class StoreError(KvtierError, RuntimeError):
 class StoreInUseError(StoreError):
     """Another process has locked the store's folder and does not share the store with this process.
 
-    Possible causes: the other process runs an earlier version of kvtier, runs on another machine, or is blocked by a
-    disk that hangs.
+    The other process may run an earlier version of kvtier, run on another machine, or wait for a disk that hangs.
     """
 
 

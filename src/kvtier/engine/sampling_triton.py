@@ -162,8 +162,7 @@ def _pick(logits, vocab, highest, scale, min_p, cut, last, uniform, CHUNK: tl.co
         sums += tl.where(chunks == first // CHUNK, inside, 0.0).to(tl.float64)
     running = tl.cumsum(sums, 0)
     target = uniform * tl.max(running, 0)
-    # Find the first chunk in which the running sum exceeds the target. If rounding errors leave no such chunk, use the
-    # last chunk with a kept token.
+    # The first chunk in which the running sum exceeds the target. If rounding leaves none: the last with a kept token.
     place = tl.min(tl.where(running > target, chunks, MOST), 0)
     place = tl.minimum(place, tl.max(tl.where(sums > 0, chunks, 0), 0))
     before, at = tl.sum(tl.where(chunks < place, sums, 0.0), 0), place * CHUNK + lanes

@@ -6,9 +6,9 @@ the start time in microseconds, so a restarted process continues with higher num
 
 A subscriber that has just started or has missed messages can request a replay. It connects a DEALER socket to the
 replay endpoint and sends an empty frame and the first missing number (0 if it has just started). The reply consists of
-all messages from this number on, and ends with an empty message with the number -1. If the publisher lacks some of
-these messages, the reply begins with a snapshot instead of them. A snapshot has the number of the last message that it
-replaces. It consists of AllBlocksCleared and the blocks in the index at that point. Example: messages 7 to 9 are kept.
+all messages with this or a higher number, and ends with an empty message with the number -1. If the first of these
+messages are no longer kept, a snapshot replaces all messages that are not kept. The snapshot has the number of the last
+message that it replaces. It contains AllBlocksCleared and the blocks at that point. Example: messages 7 to 9 are kept.
 
     request 8    reply: message 8, message 9, end (-1)
     request 3    reply: snapshot (6), message 7, message 8, message 9, end (-1)
@@ -75,7 +75,7 @@ class EventPublisher:
             self.num_dropped += 1
             self._has_dropped = True
         else:
-            if self._has_dropped:  # subscribers missed events, so their view of the index is wrong
+            if self._has_dropped:  # subscribers have missed events and must discard their state
                 self._events.append(IndexCleared())
                 self._has_dropped = False
             self._events.append(event)

@@ -51,8 +51,8 @@ def token_bytes(tokens: TokenIds) -> bytes:
         return b""
     if ids.dtype.kind not in "iu":
         raise DTypeError(f"tokens must be whole numbers, got {ids.dtype}")
-    # `high` exceeds MAX_TOKEN also if an id is negative. Read as unsigned, a negative int32 is at least 2**31. For
-    # other types, -min << 32 is above MAX_TOKEN if min is negative.
+    # A negative id must make `high` exceed MAX_TOKEN too. A negative int32, read as unsigned, is at least 2**31. For
+    # other types, -min << 32 exceeds MAX_TOKEN if min is negative.
     high = (
         int(np.maximum.reduce(ids.view(np.uint32)))
         if ids.dtype == _INT32
@@ -268,8 +268,8 @@ class Chain:
     def label_view(self, block: int, stop: int) -> memoryview:
         """Return the token bytes of blocks [block, stop).
 
-        Return a view if these bytes are at least three quarters of `labels`. Otherwise return a copy, which does not
-        keep all of `labels` alive.
+        The result is a view of `labels` if these bytes are at least three quarters of `labels`. Otherwise it is a copy,
+        which does not keep the rest of `labels` alive.
         """
         width = self.label_bytes
         if 4 * (stop - block) * width >= 3 * len(self.labels):
@@ -296,7 +296,7 @@ class Chain:
         return self._keys[first:stop]
 
     def take_keys(self, node: Node) -> None:
-        """Copy missing keys from a node on the path of this chain and from its ancestors, if the node has keys."""
+        """If a node on the path of this chain has keys, copy missing keys from the node and its ancestors."""
         stop = min(node.stop, self.num_blocks)
         if len(self._keys) < stop and node.keys:
             keys = b"".join([part.keys for part in node.upwards()][::-1])

@@ -1,11 +1,11 @@
 """GhostCache: estimates the hit rates that caches with other sizes and policies would have for the same requests.
 
 A prompt has one mark per LOOK_BYTES bytes. A mark is a hash of the prompt up to a position, computed from one byte in
-every STEP_BYTES. Prompts with a common prefix therefore have common marks. Only marks below a limit are sampled, so
-either all uses of a mark are recorded or none.
+every STEP_BYTES. Prompts with a common prefix therefore have common marks. Only marks below a limit are sampled: of
+each mark, either all uses or no uses are recorded.
 
-A small cache of sampled marks behaves like a large cache of all blocks. Such a small cache is called a shadow. There is
-one shadow for each capacity and policy, including those of the real cache. The hit rate of a capacity and policy is:
+A shadow is a small simulated cache of sampled marks. It behaves like a large cache of all blocks. There is one shadow
+for each capacity and policy. One of them simulates the real cache. The estimated hit rate of a capacity and policy is:
 
     estimate = measured hit rate of the real cache + hit rate of the shadow - hit rate of the real cache's shadow
 
@@ -34,13 +34,13 @@ Hits = np.ndarray[Any, np.dtype[np.bool_]]
 class Stack:
     """Shadows for LRU or FIFO, of all sizes at once. The size of a shadow is a number of marks.
 
-    A shadow of size n contains a mark if fewer than n other marks are newer. With LRU, each request moves its marks to
-    the newest end. With FIFO, only the requests that added a block to the real cache do so. The first mark of a request
-    then is the newest, because leaves are evicted first.
+    A shadow of size n contains the n newest marks. With LRU, each request moves its marks to the newest end. With FIFO,
+    only requests that added a block to the real cache move their marks. After a move, the first mark of the request is
+    the newest, because leaves are evicted first.
 
         newest   | top: marks of the latest move, in order | times: last move of all other marks |   oldest
 
-    Marks that a request shares with `top`, such as the marks of a system prompt, need no update.
+    If a request begins with the same marks as `top`, for example a system prompt, these marks need no update.
     """
 
     def __init__(self, sizes: Sequence[int], *, fifo: bool = False) -> None:
@@ -48,8 +48,7 @@ class Stack:
         self._most = max(sizes)
         self._fifo = fifo
         self.ignores_repeats = not fifo
-        """True if using the newest mark again changes nothing. A request with only this mark is then a hit for every
-        size."""
+        """True if a request with only the newest mark changes nothing. Such a request is a hit for every size."""
         self._clock = 0
         self._top: list[int] = []
         self._last: OrderedDict[int, int] = OrderedDict()
@@ -111,7 +110,7 @@ class S3FIFOMarks:
         self._ghost: OrderedDict[int, None] = OrderedDict()
 
     def use(self, marks: list[int]) -> list[bool]:
-        """Use a request's marks, the last one first, so that leaves are evicted first. Return True for each hit."""
+        """Use a request's marks, the last mark first, so that leaves are evicted first. Return True for each hit."""
         uses = self._uses
         hits = [mark in uses for mark in marks]
         for mark, hit in zip(reversed(marks), reversed(hits), strict=True):
@@ -164,12 +163,13 @@ SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow | LearnedShado
 }
 
 
-# `record` only copies sampled bytes. `_play` later processes up to 4096 requests at once. The same Python code took
-# three to five times as long if it ran separately for each request (measured on 2026-11-15).
+# `record` only copies sampled bytes, called looks. `_play` later processes up to 4096 requests at once. Processing each
+# request separately took three to five times as long (measured on 2026-11-15). Four looks form a word, but the first
+# word (w0) has three. A mark is a hash of all words up to its position.
 #
-#   prompt  |look . look . look . look . look . look . look ..       A look is one sampled byte. The first word (w0)
-#   words   |       w0         |           w1              |         has three looks, and all later words have four.
-#           0            LOOK_BYTES / 2            3 LOOK_BYTES / 2  A mark is a hash of all words up to its position.
+#   prompt  |look . look . look . look . look . look . look ..
+#   words   |       w0         |           w1              |
+#           0            LOOK_BYTES / 2            3 LOOK_BYTES / 2
 STEP_BYTES = 1021  # odd, so that looks fall on each of the four bytes of a token in turn
 LOOK_BYTES = 4 * STEP_BYTES
 _ROUND = LOOK_BYTES // 2 - 1  # rounds the number of marks: a mark counts only if its last look is in a full block
@@ -178,8 +178,8 @@ _FULL = 4096 * _FIELDS  # length of GhostCache._waiting at which the requests ar
 _GROUPS = 256  # groups of marks; their leads give the variance of an estimate (see `GhostCache.curve`)
 _RATE, _MIN_MARKS = 1 / 64, 64  # see `rate` of GhostCache
 
-# Error that remains even if all marks are sampled. It has two causes: looks have fixed positions in the prompt, and the
-# shadows of S3-FIFO (single marks instead of nodes) and of the learned policy (fewer classes) are simplified.
+# Error that remains even if all marks are sampled, because looks have fixed positions in the prompt. Two shadows are
+# also simplified: the one of S3-FIFO evicts single marks instead of nodes, the one of "learned" has fewer classes.
 MODEL_ERROR = {"lru": 0.01, "fifo": 0.01, "s3fifo": 0.02, "learned": 0.02}
 
 _U64 = np.uint64
@@ -192,7 +192,7 @@ class Estimate:
     """An estimated hit rate: the share of full blocks that are found in the cache.
 
     In about 19 of 20 cases, the true hit rate differs from the estimate by at most `error`. For S3-FIFO, whose shadow
-    evicts marks instead of nodes, this held for 13 of 16 estimates on a generated trace.
+    evicts marks instead of nodes, only 13 of 16 estimates on a generated trace were as accurate.
     """
 
     policy: str
@@ -202,11 +202,11 @@ class Estimate:
 
 
 class GhostCache:
-    """Estimates hit rates from the requests that the tree records.
+    """Estimates hit rates from the requests that are passed to `record`.
 
     `policy` and `capacity` describe the real cache. `rate` is the share of marks that are sampled. The default is 1/64,
     or more if the real cache's shadow would otherwise hold fewer than 64 marks. The memory is limited to the sampled
-    bytes of 4096 prompts and, for each policy, to a number of marks that is proportional to the capacities.
+    bytes of 4096 prompts, and to a number of marks that is proportional to the capacities.
 
     `sparse` is a second GhostCache with a lower rate, for policies with slow shadows. `record` also records each
     request in `sparse`.
@@ -264,15 +264,15 @@ class GhostCache:
         """Return the estimated hit rate of a policy at each capacity. The default is the policy of the real cache.
 
         The lead of a shadow is its number of hits minus that of the real cache's shadow. An estimate is the real hit
-        rate, plus the lead divided by the expected number of sampled marks. The error is twice the standard error, plus
-        the model error, the error of rounding sizes to marks, and the error of prompts that are too short for a mark.
-        For the policy and capacity of the real cache, the estimate is the measured hit rate, and the error is 0. Before
-        the first mark, all estimates are 0, and all errors are 1.
+        rate, plus the lead divided by the expected number of sampled marks. The error is the sum of: twice the standard
+        error, the model error, the error of rounding sizes to marks, and the error of prompts too short for a mark. For
+        the real cache itself, the estimate is the measured hit rate, and the error is 0. Before the first mark, all
+        estimates are 0, and all errors are 1.
 
-        The standard error has two sources. First, leads vary between marks. Each mark belongs to one random group, so
-        the sums of the groups are independent, and their variance measures this source. Second, the share of marks that
-        are sampled deviates from `rate`. This has the same effect as a slightly wrong capacity of both shadows, so the
-        deviation is multiplied by the steepness of the curve.
+        The standard error has two sources. First, leads vary between marks. This source is measured by the variance of
+        the leads of random groups of marks. Second, the share of marks that are sampled deviates from `rate`. This has
+        the same effect as a slightly wrong capacity of both shadows, so the deviation is multiplied by the steepness of
+        the curve.
 
         A policy without a shadow is passed to `sparse`. Without `sparse`, the result is empty.
         """
@@ -332,11 +332,11 @@ class GhostCache:
         groups = marks >> _U64(20) & _U64(_GROUPS - 1)
         hits = {name: shadow.play(requests, uses) for name, shadow in self._shadows.items()}
         real = hits[self._real][:, :1].astype(np.int64)
-        for name, own in hits.items():  # a hit that the real cache's shadow misses counts as a lead of one
+        for name, own in hits.items():  # +1: only this shadow hits; -1: only the real cache's shadow hits
             np.add.at(self._leads[name], groups, own - real)
 
     def _marks(self, words: _Words, counts: _Ints, starts: _Ints) -> _Words:
-        """Return the mark at each word: a hash of the prompt's words up to and including this word. Modify `words`."""
+        """Return a mark per word: a hash of the prompt's words up to and including this word. Overwrites `words`."""
         self._mix_in_domains(words, counts, starts)
         one, two, three, four = self._factors
         words *= one
@@ -377,7 +377,7 @@ def _words(looks: bytearray, num_bytes: _Ints, counts: _Ints, starts: _Ints) -> 
 
 
 def _without_repeats(marks: _Words, owners: _Ints) -> tuple[_Words, _Ints]:
-    """Drop requests whose only mark is the first mark of the previous request, which is already the newest mark."""
+    """Drop requests whose only mark is the first mark of the previous request. This mark is already the newest."""
     begins = np.flatnonzero(np.diff(owners, prepend=-1))
     sizes, heads = np.diff(begins, append=len(owners)), marks[begins]
     is_repeat = (sizes == 1) & (heads == np.roll(heads, 1))

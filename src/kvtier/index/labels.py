@@ -2,17 +2,16 @@
 
 A class is a combination of features. The features describe a block and the last request that used it:
 
-    uses     earlier uses of the block                          0 | 1 | 2-3 | 4 or more
-    new      tokens that no recent request contained            < 512 | < 2048 | < 8192 | more
-    output   tokens of the answer                               < 32 | < 256 | more
+    uses     number of earlier uses of the block                0 | 1 | 2-3 | 4 or more
+    new      number of tokens that no recent request contained  < 512 | < 2048 | < 8192 | more
+    output   number of tokens of the answer                     < 32 | < 256 | more
     finish   reason for the end of the answer                   unknown | stop | length | other
     app      first block of the prompt                          one of 7 frequent blocks, or another one
     tenant   tenant of the salt                                 none, one of 7 frequent tenants, or another one
     hint     the client's hint about the next request           see `Hints`; learned separately for each tenant
 
-Less frequent tenants share one label. Their hints are ignored: false hints of one tenant would affect all others.
-
-The limits between the values come from a prototype. Other limits have not been measured.
+All tenants that are not frequent share one value. Their hints are ignored, because false hints of one tenant would
+affect the others. The limits between the values come from a prototype. Other limits have not been measured.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ USES = ("0", "1", "2-3", "4+")
 NEW_LIMITS = (512, 2048, 8192)
 OUTPUT_LIMITS = (32, 256)
 FINISH = ("", "stop", "length", "other")
-# Seven frequent apps or tenants (see `Busiest`), and all others. With more groups, classes have fewer observations.
+# Seven frequent apps or tenants (see `Busiest`), and all others. More groups would leave fewer observations per class.
 NUM_GROUPS = 8
-OTHER_TENANT = NUM_GROUPS  # label of tenants without a number of their own; the label 0 is for requests without a salt
+OTHER_TENANT = NUM_GROUPS  # value for tenants that are not frequent; 0 is for requests without a salt
 OVER = 1  # index in HINTS
 HINTS = ("none", "over", "back in 10 s", "back in 60 s", "back in 600 s", "back later")
 RETURN_LIMITS = (10.0, 60.0, 600.0)  # seconds: typical for tool calls, for users, and for breaks
-MAX_CELLS = 256  # limits the memory and the time of a fit; `Cells.number` handles further combinations
+MAX_CELLS = 256  # maximum number of classes, which limits the memory and the time of a fit
 # Number of values of each feature.
 SIZES = (len(USES), 4, 3, len(FINISH), NUM_GROUPS, NUM_GROUPS + 1, (NUM_GROUPS + 1) * len(HINTS))
 NUM_PLAIN = math.prod(SIZES[:3])  # combinations of the first three features
@@ -50,8 +49,8 @@ class Hints:
     """Hints of a client about the next request of a session. All fields are optional.
 
     `session_id` is any name of the session within its tenant. `session_over` means that no further request of the
-    session is expected. `expects_return_seconds` is the expected time from the end of this request to the next one. The
-    policy does not trust the fields: it learns for each tenant what the hints mean.
+    session is expected. `expects_return_seconds` is the expected time from the end of this request to the next one.
+    Hints may be wrong: the policy learns for each tenant what they mean.
     """
 
     session_id: str = ""
@@ -127,7 +126,7 @@ class Busiest:
 
 
 class Cells:
-    """Numbers the classes in the order of their first occurrence. The number of a class is called its cell.
+    """Assigns a number to each class, in the order of first occurrence. The number of a class is called its cell.
 
     The first NUM_PLAIN classes are called plain, and exist from the start. They differ only in `uses`, `new` and
     `output`. All their other features are 0.
@@ -147,7 +146,7 @@ class Cells:
         return len(self.numbers)
 
     def labels(self, salt: bytes, head: bytes, new_tokens: int, outcome: Outcome) -> tuple[int, ...]:
-        """Return the features of a request, except `uses`. `head` is the first block of the prompt."""
+        """Return the features of a request: all except `uses`. `head` is the first block of the prompt."""
         output = bisect_right(OUTPUT_LIMITS, outcome.output_tokens)
         reason = outcome.finish_reason
         finish = 0 if not reason else FINISH.index(reason) if reason in FINISH else len(FINISH) - 1
@@ -156,7 +155,7 @@ class Cells:
         return new_label(new_tokens), output, finish, self.apps.number(hash(head)), tenant, tenant * len(HINTS) + hint
 
     def number(self, uses: int, labels: tuple[int, ...]) -> int:
-        """Return the number of a class. For a new class beyond MAX_CELLS, return that of a similar plain class."""
+        """Return the number of a class. Beyond MAX_CELLS, a new class shares the number of a similar plain class."""
         key = (USES_BIN[uses] if uses < len(USES_BIN) else 3, *labels)
         number = self.numbers.get(key)
         if number is None:
@@ -164,7 +163,7 @@ class Cells:
         return number
 
     def when_over(self, cell: int) -> int:
-        """Return the class that differs from `cell` only in the hint "over", or `cell` if there can be none."""
+        """Return the class with the features of `cell` and the hint "over", or `cell` if there can be no such class."""
         *others, tenant, _ = (int(value) for value in self.features[cell])
         if tenant == OTHER_TENANT:
             return cell

@@ -1,16 +1,15 @@
 """Learned: evicts the block with the lowest expected number of hits per block-second (see kvtier.index.reuse).
 
-Candidates are queued by class, oldest first. Within a class, values usually fall with age, so only the oldest candidate
-of each class can be the victim. The values of a class can also rise with age, for example if its blocks are used in a
-loop that is longer than the cache. Then the youngest candidate, whose value still rises, is considered too.
+Candidates are queued by class, oldest first. If the values of a class fall with age, only its oldest candidate can be
+the victim. This is the usual case. Values can also rise with age, for example if blocks are used in a cycle that is
+longer than the cache. While values rise, the youngest candidate of the class is considered too.
 
     class 0   [ a d f ]  oldest a: value .2 until t = 31  ─┐
     class 1   [ b c ]    oldest b: value .1 until t = 12  ─┼─> heap of values ─> victim b
     class 2   [ e ]      oldest e: value .3 until t = 15  ─┘   timers: b at 12, e at 15, a at 31
 
-A class is evaluated again when its oldest candidate changes, when this candidate reaches the next age bucket, and after
-each fit. Between two fits, a candidate is therefore evaluated at most once in each of the 28 age buckets. Choosing a
-victim takes amortised O(log n) time.
+Each fit of the ReuseTable computes one value per class and age bucket. A class is evaluated again when its oldest
+candidate changes or reaches the next age bucket, and after each fit. Choosing a victim takes amortised O(log n) time.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from kvtier.index.reuse import ENDS, LIMITS
 from kvtier.index.tracker import ReuseTracker
 
 # [logical time of the last use (for the LRU order), sequence number, node, class, time of the last use on the caller's
-# clock (for the age)]. If a candidate is withdrawn, its node is set to None. Entries of withdrawn candidates may stay
-# in the heaps, and must not keep the node alive.
+# clock (for the age)]. `withdraw` sets the node to None: a withdrawn candidate may stay in the heaps, but must not keep
+# the node alive.
 _Candidate = list[Any]
-# (value, logical time of the last use, sequence number, candidate, time at which the value changes, class). An entry is
-# for one of these:
-# - the oldest candidate of a class
-# - all young candidates of a class; the candidate is None
-# - the youngest candidate of a class; instead of the class, the entry contains _SINGLE
+# (value, logical time of the last use, sequence number, candidate, time at which the value changes, class). The heap of
+# values has three kinds of entries:
+# - for the oldest candidate of a class
+# - for all young candidates of a class (see ClassQueue.young); the candidate is None
+# - for the youngest candidate of a class; instead of the class, the entry contains _SINGLE
 _Item = tuple[float, int, int, _Candidate | None, float, int]
 _SINGLE = -1
 
@@ -49,17 +48,17 @@ class ClassQueue:
         self.heap: list[_Candidate] = []
         self.count = 0  # candidates that are not withdrawn
         self.item: _Item | None = None
-        """Entry of this class in the heap of values. Its candidate may have been withdrawn since."""
+        """Entry for the oldest candidate in the heap of values. This candidate may have been withdrawn since."""
         self.timer = math.inf
         """Time of the earliest timer of this class."""
         self.young: list[_Candidate] = []
-        """Candidates whose values may still rise with age. The last one not withdrawn counts as the youngest."""
+        """Candidates whose values may still rise with age. The last candidate not withdrawn counts as the youngest."""
         self.floor: _Item | None = None
         """Common entry of all young candidates, with the lowest value that any of them can have."""
 
 
 class Learned:
-    """Evicts the lowest value first. Uses LRU before the first fit, and for a while after an alarm of LRUGuard."""
+    """Evicts the lowest value. Uses LRU before the first fit, and for a while after an alarm of tracker.LRUGuard."""
 
     name = "Learned"
 
@@ -128,7 +127,7 @@ class Learned:
             for cell in self._dirty:
                 self._evaluate(cell)
             self._dirty.clear()
-        # Limit the entries that are not needed to about half of the heaps.
+        # If about half of the entries of a heap are not needed, remove them.
         if max(len(self._by_value), len(timers)) > 64 + 4 * len(self._queues) + 2 * len(self._candidates):
             self._tidy()
         heap, queues = self._by_value, self._queues
@@ -172,7 +171,7 @@ class Learned:
         return value, candidate[0], candidate[1], candidate, since + ENDS[bucket], cell
 
     def _replace_oldest(self, queue: ClassQueue) -> None:
-        """Remove the lowest entry, whose candidate was withdrawn. Add an entry for the oldest candidate, if any."""
+        """Remove the lowest entry, whose candidate was withdrawn. Add an entry for the now oldest candidate, if any."""
         oldest = _oldest(queue)
         if oldest is None:
             queue.item = None
@@ -215,7 +214,7 @@ class Learned:
             heappush(self._by_value, self._item(young[-1], _SINGLE))
 
     def _evaluate(self, cell: int) -> None:
-        """Add an entry for the oldest candidate of a class, unless there is one with the same value."""
+        """Add an entry for the oldest candidate of a class, unless the candidate has an entry with the same value."""
         queue = self._queues[cell]
         oldest = _oldest(queue)
         if oldest is None:
@@ -234,8 +233,8 @@ class Learned:
     def _tidy(self) -> None:
         """Drop entries that `victim` does not need.
 
-        Of the entries with _SINGLE, keep the lowest of each candidate, and one for all withdrawn candidates of a class
-        together. When `victim` removes the latter, it adds the common entry of the young candidates again.
+        Of the entries with _SINGLE, keep the lowest of each candidate, but only one per class for withdrawn candidates.
+        When `victim` removes such an entry, it adds the common entry of the young candidates again.
         """
         queues = self._queues
         entries = [item for queue in queues.values() for item in (queue.item, queue.floor) if item is not None]
