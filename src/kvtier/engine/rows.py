@@ -4,8 +4,8 @@
     PREPARE   staging -> State   `State.warp` and `State.append` move old rows, and add new rows and new blocks
     FORWARD   State -> State     the step writes the sampled token and the next position of each row
 
-If rows and blocks stay the same, SETUP and PREPARE of a decode step copy nothing. Each batch in flight has a
-number, its phase. Each phase has its own staging memory.
+If rows and blocks stay the same, SETUP and PREPARE of a decode step copy nothing. Each batch in flight has a number,
+its phase. Each phase has its own staging memory.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ A class is a combination of features. The features describe a block and the last
     tenant   tenant of the salt                                 none, one of 7 frequent tenants, or another one
     hint     the client's hint about the next request           see `Hints`; learned separately for each tenant
 
-All tenants that are not frequent share one value. Their hints are ignored, because false hints of one tenant would
-affect the others. The limits between the values come from a prototype. Other limits have not been measured.
+All tenants that are not frequent share one value of `tenant`. Their hints are ignored, because false hints of one
+tenant would affect the others. The limits between values come from a prototype. Other limits have not been measured.
 """
 
 from __future__ import annotations
