@@ -485,7 +485,7 @@ def test_view_with_partial_element_raises():
     with pytest.raises(ArgumentError, match=r"3 elements of u4 \(12 bits\)"):
         Buffer(3, "u4").view("u8")
     with pytest.raises(ArgumentError, match=r"2 elements of u2 \(4 bits\)"):
-        Buffer(2, "u2").view("fp4")  # the view would include half a byte of padding
+        Buffer(2, "u2").view("fp4")  # a view needs whole bytes
 
 
 def test_misaligned_view_raises():

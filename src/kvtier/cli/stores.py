@@ -114,7 +114,7 @@ def keys(options: argparse.Namespace) -> int:
             _print_row(options, {"tenant": tenant.decode(errors="replace")}, "{tenant}")
         return 0
     if not keys.delete(options.delete.encode("utf-8", "surrogatepass")):
-        raise ArgumentError(f"{options.folder} has no key for tenant {options.delete!r} and this secret")
+        raise ArgumentError(f"{options.folder} has no key of tenant {options.delete!r} that this secret can decrypt")
     _print_row(options, {"deleted": options.delete}, "deleted the key of {deleted}")
     return 0
 

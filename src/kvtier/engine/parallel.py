@@ -129,7 +129,7 @@ class Ranks:
 
     @property
     def num_host_ready(self) -> int:
-        """Number of host slots that are ready on rank 0 and were ready on all other ranks at the start."""
+        """Number of host slots that all ranks can use. The numbers of the other ranks are those of the start."""
         return min(self.own.num_host_ready, self._num_host_ready)
 
     @property

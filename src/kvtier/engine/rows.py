@@ -137,7 +137,8 @@ class DeviceRows:
         num_numbers = 4 * max_tokens + 4 * max_rows + 1  # for BatchLayout.numbers and `written` (see `setup`)
         self._phases = [_PhaseRows(max_rows, max_blocks, num_numbers, placement) for _ in range(num_phases)]
         self.counts = torch.zeros(max_rows, vocab, dtype=torch.int32, device=device)
-        """Token counts by slot, see sampling.IN_PROMPT. Rows with penalties keep their slots, as counts are large."""
+        """Token counts by slot, see sampling.IN_PROMPT. A row with penalties keeps its slot, because its counts take 4
+        bytes per token of the vocabulary and would be slow to move."""
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._range = torch.arange(max_rows, device=device)
         self._states: dict[Ticket, _RowState] = {}  # rows of the latest batch
@@ -243,7 +244,7 @@ class DeviceRows:
         return self._phases[number].layout is None
 
     def sampling(self, number: int, chosen: Sequence[int] | None = None) -> Resident:
-        """Return the sampling state of each row that samples, or of the rows `chosen` of a resident batch."""
+        """Return the sampling state of each row that samples, or only of `chosen` rows if the batch is resident."""
         phase = self._phases[number]
         rows, positions = self._written(phase)
         slots = [slot for slot, each in zip(phase.slots, phase.rows, strict=True) if each.num_sampled]
@@ -254,7 +255,7 @@ class DeviceRows:
         return Resident(heads[at], positions[at], self.counts, [slots[row] for row in chosen])
 
     def write(self, number: int, tokens: torch.Tensor, chosen: torch.Tensor | None = None) -> None:
-        """Store the next token and position of each row that samples, or of the rows `chosen` of a resident batch."""
+        """Store the next token and position of each row that samples, or only of `chosen` rows of a resident batch."""
         phase, heads = self._phases[number], self.heads.front
         rows, positions = self._written(phase)
         if chosen is not None:

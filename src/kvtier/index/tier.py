@@ -121,8 +121,9 @@ class Tier:
         self.tenants: dict[bytes, Candidates] = {}
         """Candidates of each tenant with a quota."""
         self.faster: Tier | None = None
+        """The next faster tier, if this tier is exclusive."""
         self.slower: Tier | None = None
-        """The next faster tier if this tier is exclusive, and the next slower tier if that tier is exclusive."""
+        """The next slower tier, if the slower tier is exclusive."""
 
     def learn_from(self, tracker: ReuseTracker) -> None:
         """Use the learned policy, with a tracker that tiers share. Call this before the first block is cached."""

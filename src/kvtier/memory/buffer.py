@@ -223,8 +223,8 @@ class Buffer:
         bits = self.size * self.dtype.bits
         if bits % max(8, element.bits):
             raise ArgumentError(
-                f"{self.size} elements of {self.dtype} ({bits} bits) are not a whole number of {element} "
-                f"({element.bits} bits)"
+                f"{self.size} elements of {self.dtype} ({bits} bits) are not whole bytes or not a whole number of "
+                f"{element} ({element.bits} bits)"
             )
         if address % element.item_bytes:
             raise ArgumentError(

@@ -7,7 +7,7 @@ Two steps can be in flight. The second step is scheduled as if no request ends i
 
     schedule(t) -> schedule(t+1) -> update(t) -> schedule(t+2) -> update(t+1) ..
 
-    If a request to preempt has a row in flight, it gets no new row, so that the next `schedule` can preempt it.
+    If a request must be preempted but has a row in flight, it gets no new row, and the next `schedule` preempts it.
     If a request ends, its row in the later step is computed, but the result is ignored. Then the request's KV is freed.
     If step t waits for loads while it runs, step t+1 has no rows.
     If step t fails, its requests end and step t+1 is discarded. Requests that are only in step t+1 run again.
@@ -87,13 +87,13 @@ class Scheduler:
             raise StateError(f"{MAX_IN_FLIGHT} steps have no results yet; call update() first")
         builder = _StepBuilder(self.config.max_step_tokens)
         # Add no rows while a step in flight waits for loads. If a load fails, `update` finds its blocks absent and
-        # ignores the waiting row. A new load of the same blocks for another request would hide the failure.
+        # ignores the waiting row. A second load of these blocks, for a new row, would make them present again.
         if not self.is_paused and not any(step.loads for step, _ in self._steps):
             self._build(builder, now)
         copies = []
         for row in builder.rows:
             allocation = _held(row.request)
-            if row.first == allocation.num_cached_tokens:  # first row since the admission; repeated after `discard`
+            if row.first == allocation.num_cached_tokens:  # the first row; runs again after `discard`
                 self.manager.on_scheduled(allocation, now=now)
                 if allocation.copy is not None:
                     copies.append(allocation.copy)
@@ -210,8 +210,8 @@ class Scheduler:
                 if self._is_moving(request, shortage):
                     builder.is_full = True
                     return
-                # The request already holds all available blocks. Some of them may duplicate blocks that other requests
-                # published later. A restarted request uses those. Refuse the request if a restart did not help.
+                # The request already holds all available blocks. Other requests may have published equal blocks later.
+                # After a restart, the request shares these blocks. Refuse it if a restart did not help.
                 if request.stuck_at == request.chain.num_tokens:
                     self._to_waiting(request, now)
                     self._refuse(request, builder, _no_room(shortage), now)
@@ -480,7 +480,7 @@ def _may_help(chain: Chain, request: Request, shortage: Shortage) -> bool:
 
 
 def _no_room(shortage: Shortage) -> str:
-    return f"{shortage}; all other blocks are pinned. Unpin a prompt, or try again later"
+    return f"{shortage}; the blocks that this request does not hold are pinned. Unpin a prompt, or try again later"
 
 
 def _held(request: Request) -> Allocation:

@@ -379,8 +379,8 @@ def _from_validation(error: ValidationError, known: Collection[str], body: Any =
 
     If a value may have several types, pydantic reports one error for each type. The error with the longest path belongs
     to the type that fits best, so only this error is converted. Errors of validators for the whole body have no path,
-    but their message starts with the name of a field. `known` has the names of all fields of the body. If `body` is
-    None, the paths of pydantic are used as they are.
+    but their message starts with the name of a field. `known` has the names of the fields of all endpoints. If `body`
+    is None, the paths of pydantic are used as they are.
     """
     errors = error.errors(include_url=False, include_input=False)
     paths = [_path(each, body) for each in errors]

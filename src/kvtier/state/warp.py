@@ -190,8 +190,8 @@ def append_rows(old: Rows, perm: Permutation, sizes: Any, added: I64, source: Ro
     row, first, count = added
     if len(row) and (added.min() < 0 or row.max() >= len(perm) or (first + count).max() > capacity):
         raise RangeError(
-            f"cannot append {count.tolist()} elements to rows {row.tolist()}, from the indices {first.tolist()}: there "
-            f"are {len(perm)} rows of {capacity} elements"
+            f"cannot append {count.tolist()} elements at indices {first.tolist()} of rows {row.tolist()}: there are "
+            f"{len(perm)} rows of {capacity} elements"
         )
     if out is not old:
         kept = _whole_numbers("sizes", sizes, len(perm))

@@ -658,7 +658,7 @@ def num_common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 def parse_extras(extras: bytes) -> tuple:
     """Parse extras into media items (first, count, digest).
 
-    The bytes contain b"first,count" and the digest of each item, each after its length.
+    For each item, the bytes contain b"first,count" and the digest. Eight bytes before each of them are its length.
     """
     parts = []
     while extras:

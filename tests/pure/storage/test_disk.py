@@ -645,7 +645,8 @@ def test_failed_write_frees_its_space_and_store_works(open_store, operation):
     assert has(store, 1, 2) == [True, False]
     assert put(store, 2, nbytes=20_000).ok
     assert (get(store, 1)[1], get(store, 2, 20_000)[1]) == (payload_of(1), payload_of(2, 20_000))
-    if operation != "write":  # if writes fail, the record is not erased, and its slot stays unused until a restart
+    # If writes fail, the record of object 2 cannot be blanked, and its slot stays unused until a restart.
+    if operation != "write":
         check_disk(store)
     store = open_store(files=disk)
     check_disk(store)

@@ -187,7 +187,8 @@ class DiskStore:
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
         """Delete objects. With Sync.WRITE, they stay deleted after a power failure.
 
-        In the owner of the folder, even a FAILED object can no longer be found, unless the breaker refused the call.
+        If the owner of the folder removes an object, the object can no longer be found, even if the result is FAILED
+        because erasing its record failed. An exception is a call that the breaker refused.
         """
         begin = self._meter.begin(keys)
         outcomes = self._call(keys, self._plan_removals, timeout_s)
