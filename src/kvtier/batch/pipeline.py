@@ -49,7 +49,7 @@ class Ticket:
         self.status = TicketStatus.RUNNING
         self.error: BaseException | None = None
         self.has_run = False
-        """True if SETUP of a batch with this request has succeeded. RowOrder puts such requests before new requests."""
+        """True if SETUP of a batch with this request has succeeded. RowOrder uses this to sort the rows."""
         self._outcome = TicketStatus.FINISHED
         self._in_flight = in_flight
         self._on_retire = on_retire
@@ -132,7 +132,7 @@ class Pipeline:
         step t      SETUP ──ready──> [executor: PREPARE FORWARD UNPREP] ──done──> FETCH, one host sync, UPDATE
         step t+1         SETUP ──ready──> ...          up to `phases` batches in flight; results lag by phases - 1 steps
 
-    Call all methods on the engine thread. The requests of a BatchData are Tickets. An error in an op of a batch fails
+    Call all methods on the engine thread. `BatchData.requests` contains Tickets. An error in an op of a batch fails
     only the requests of this batch. After an error in a device op, the order of rows on the device is unknown. Later
     batches in flight are then skipped, or their results are discarded. In the first batch after them, all rows are new.
     """
@@ -146,9 +146,9 @@ class Pipeline:
         executor: Callable[[Work], Executor] = Executor,
         timeline: Timeline | None = None,
     ) -> None:
-        """On the CPU with the default `executor`, the copies and tasks of an op run on streams, as on a GPU.
+        """On the CPU with the default `executor`, the copies of an op run on streams, as on a GPU.
 
-        On the CPU with another `executor`, they run immediately, in the thread of the op.
+        On the CPU with another `executor`, the copies run immediately, in the thread of the op.
         """
         if phases < 1:
             raise ArgumentError(f"a pipeline needs at least one phase, got {phases}")
@@ -196,8 +196,8 @@ class Pipeline:
         """Submit a batch with these requests. If all phases are then in use, collect the oldest batch.
 
         After a failure on the device, first collect all batches in flight. Requests that are not in `tickets` are
-        preempted and can be resumed later. Retiring requests in `tickets` are ignored. The rows of `generating` come
-        first (see RowOrder). `tokens` contains the number of tokens of this step for each rank.
+        preempted and can be resumed later. Retiring requests in `tickets` are ignored. The rows of the requests in
+        `generating` come first (see RowOrder). `tokens` contains the number of tokens of this step for each rank.
         """
         chosen = list(tickets)
         if self._broken_at is not None:
@@ -369,7 +369,7 @@ class Pipeline:
             raise error
 
     def _give_up(self, batch: BatchData, side: Side) -> None:
-        """Free the slot of a batch after an error. If the error occurred in this batch, fail the requests."""
+        """Make a BatchData reusable after an error. If the error occurred in this batch, fail its requests."""
         self._streams.settle(side)
         batch.abandon()
         self._free.append(batch)

@@ -103,7 +103,7 @@ class OnlineLeastSquares:
 
 
 def _solutions(squares: Matrix, products: list[float], used: list[int]) -> list[list[float]]:
-    """Return all best solutions. If amounts are collinear, leave out each amount in turn and join the solutions."""
+    """Return all best solutions. If amounts are collinear, leave out each amount in turn and collect the solutions."""
     best = _least_squares(squares, products, used)
     if best is not None:
         return [best]

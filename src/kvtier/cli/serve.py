@@ -71,7 +71,7 @@ def _serve_fleet(config: RayConfig, ready: Callable[[str], object]) -> int:
 
 
 def fleet_config_of(table: Mapping[str, Any]) -> RayConfig:
-    """Return the configuration for a table of `kvtier serve` options and `tenants`. The environment overrides it."""
+    """Read a table of `kvtier serve` options and `tenants`. Environment variables override the options."""
     commands = Parser().add_subparsers(parser_class=Parser)
     add(commands)
     command: Parser = commands.choices["serve"]

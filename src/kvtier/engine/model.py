@@ -79,7 +79,7 @@ class Model:
         return normed
 
     def share_tokens(self, input_ids: Tensor, places: Sequence[int]) -> None:
-        """Send the elements `places` of `input_ids` from rank 0 to the other ranks.
+        """Send `input_ids[places]` from rank 0 to the other ranks.
 
         Every rank must call this method. The other ranks must pass 0 at `places`, because all_reduce adds the values.
         """

@@ -105,7 +105,8 @@ def _attend_tile(q: Tensor, first: int, context: int, cache: Tensor, table: Tens
 def _mask(offset: int, group: int) -> Tensor:
     """Return a mask [TILE * group, KEYS] that is True for keys after the query.
 
-    Query i has the position of key i + `offset`, and `group` equal rows: one per query head of a KV head.
+    Query i is at the position of key i + `offset`. The mask has `group` equal rows per query, one for each query
+    head of a KV head.
     """
     return torch.arange(KEYS) > (torch.arange(TILE) + offset).repeat_interleave(group)[:, None]
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-_LAST_MARK, _NUM_MARKS = 0x10FFFD, 0x1000  # the end of the last private-use plane
+_LAST_MARK, _NUM_MARKS = 0x10FFFD, 0x1000  # marks are the last characters of the last private-use plane
 
 
 def show(text: str, marks: Mapping[str, str]) -> str:

@@ -54,7 +54,7 @@ def _check_shape(node: Node, label_bytes: int, with_keys: bool) -> None:
     if node.leases < sum(child.leases for child in node.children.values()):
         _fail(node, f"the node has {node.leases} leases, but its children have more")
     if node.domain != above.domain:
-        _fail(node, "the node has another salt or adapter than its parent")
+        _fail(node, "the node and its parent have different salts or adapters")
 
 
 def _check_held(node: Node, tier: Tier) -> None:
@@ -76,14 +76,14 @@ def _check_held(node: Node, tier: Tier) -> None:
     if held.num_held != np.count_nonzero(states) or not held.num_held:
         _fail(node, f"{tier.name}: {held.num_held} blocks counted, but {np.count_nonzero(states)} held")
     if not node.leases and (states[states != BlockState.ABSENT] != BlockState.READY).any():
-        _fail(node, f"{tier.name}: states {states.tolist()} without a lease")
+        _fail(node, f"{tier.name}: states {states.tolist()}, but without a lease all held blocks must be READY")
 
 
 def _check_duplicate(node: Node, tier: Tier) -> None:
-    """Check the entry of a node in `duplicates`.
+    """Check whether a node is correctly listed in `duplicates`. Duplicates are blocks that the faster tier also holds.
 
-    A node must not be listed if it is leased, if it is a next victim of the faster tier, or if one of the two tiers has
-    none of its blocks. Any other node must be listed if it has duplicates.
+    A node must not be listed if it is leased, if it is among the next victims of the faster tier, or if this tier or
+    the faster tier has none of its blocks. Any other node must be listed if it has duplicates.
     """
     faster = tier.faster
     if faster is None:
@@ -142,7 +142,7 @@ def _check_leases(tree: RadixTree, nodes: list[Node], leases: list[Lease]) -> No
     device = tree.tiers[0]
     held = sum(part.num_held for node in [*nodes, *detached.values()] if (part := node.held[0]) is not None)
     if held + own != device.pool.num_used:
-        raise StateError(f"{device.name}: {held} slots in the tree, {own} owned by leases, {device.pool.num_used} used")
+        raise StateError(f"{device.name}: {held} slots of nodes and {own} of leases, but {device.pool.num_used} used")
 
 
 def _below(node: Node, tier: Tier) -> int:

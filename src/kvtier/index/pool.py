@@ -52,7 +52,7 @@ class BlockPool:
 
         slots      0 1 2 3 4 5 6 7 8 9
         used       . . # # . . . # . .          _stop_of  {0: 2, 4: 7, 8: 10}     start of run -> end of run
-        runs      [0,2)   [4,7)   [8,10)        _start_of {2: 0, 7: 4, 10: 8}     end of run -> start of run
+        free runs [0,2)   [4,7)   [8,10)        _start_of {2: 0, 7: 4, 10: 8}     end of run -> start of run
 
     `_bins[b]` contains the starts of runs with 2^(b-1) to 2^b - 1 slots. To allocate n slots without a search, take any
     run from a bin with b > n.bit_length(). All runs in these bins have at least n slots.
@@ -162,7 +162,7 @@ class BlockPool:
             seen.add(slot)
 
     def _take_all(self) -> list[tuple[int, int]]:
-        """Allocate all free runs. In a full pool, most allocations need all of the few free slots."""
+        """Allocate all free runs. In a nearly full pool, most allocations need all of the few free slots."""
         runs = list(self._stop_of.items())
         self._stop_of.clear()
         self._start_of.clear()

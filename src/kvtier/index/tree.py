@@ -102,7 +102,7 @@ class RadixTree:
     def match_within(
         self, lease: Lease, max_tokens: int, *, max_children: int, now: float = 0.0
     ) -> tuple[Lease, int] | None:
-        """After a leased path, find the device block that shares the most leading tokens with the rest of the chain.
+        """Find the device block after a leased path that has the longest common prefix with the rest of the chain.
 
         Compare at most `max_tokens` tokens of at most `max_children` blocks (see `closest_child`). Return a lease that
         ends with the found block, and the number of shared tokens. Return None if no token is shared.
@@ -592,7 +592,7 @@ class RadixTree:
         return freed
 
     def _take_last(self, tier: Tier, node: Node, held: Residency, count: int) -> I32:
-        """Remove the last `count` held blocks of a node from a tier. Return their slots. Then call `_cut_absent`."""
+        """Remove the last `count` held blocks of a node from a tier, then call `_cut_absent`. Return their slots."""
         stop = len(held.states.rstrip(b"\0"))
         first = stop - count
         if ABSENT in held.states[first:stop]:  # rarely, the last held blocks are not consecutive

@@ -184,8 +184,8 @@ def _run_driver(job: CopyContext, pieces: Pieces) -> PathName:
     assert job.stream is not None
     failed = cuda.batch_call(_device(job)).submit(pieces.table, job.stream)
     if failed is not None:
-        # `failed` is the first piece of the failed chunk. The pieces are independent, so it is safe to copy all pieces
-        # from there on one by one. This finds the invalid piece, or succeeds if merging caused the failure.
+        # `failed` is the first piece of the failed chunk. The pieces are independent, so it is safe to copy this
+        # piece and all later ones one by one. This finds the invalid piece, or succeeds if merging caused the failure.
         run_in_order(job, pieces.part(slice(failed, None)))
         return "loop"
     return "driver"

@@ -53,7 +53,7 @@ def unwrap(result: Any) -> Any:
 
 @functools.cache
 def entry_point(name: str, *argument_types: Any, version: int = 12000) -> Callable[..., int]:
-    """Return a driver function of this CUDA version. The function returns its status as an int.
+    """Return the driver function with this name and CUDA version. The function returns its status as an int.
 
     cuda-bindings finds the function, and ctypes calls it. A call takes a third of the time of a cuda-bindings wrapper.
     """

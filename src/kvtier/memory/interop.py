@@ -1,6 +1,6 @@
-"""Use foreign arrays without copying. The first supported protocol of an array is used.
+"""Use foreign arrays without copying. If an array supports several of these protocols, the first one is used:
 
-The order is: torch tensor, `__cuda_array_interface__`, `__array_interface__`, `__dlpack__`, buffer protocol.
+torch tensor, `__cuda_array_interface__`, `__array_interface__`, `__dlpack__`, buffer protocol.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def save(buffer: Buffer, target: Writable, shape: Sequence[int] | None = None) -
     """Write a Buffer of any placement to a path, an open binary file, or writable memory. Return the number of bytes.
 
     A file at a path is written atomically, and is on disk when this function returns. `load` returns the saved `shape`.
-    Waits for the current stream and copies in flight, so that the saved data includes earlier work.
+    Waits for the current stream and for copies in flight, so that the saved data includes earlier work.
     """
     dims = (buffer.size,) if shape is None else tuple(int(extent) for extent in shape)
     if len(dims) > MAX_DIMS or any(extent < 0 for extent in dims) or math.prod(dims) != buffer.size:

@@ -45,7 +45,7 @@ class Recorder:
     """Wraps the methods of one scheduler and logs the scheduler's requests.
 
     Use a Recorder only on the scheduler's thread. Requests that have not ended when the log is closed are not logged.
-    If the log cannot be written, recording ends with a warning, and serving continues.
+    If a write to the log fails, recording ends with a warning, and serving continues.
     """
 
     def __init__(self, path: str | Path, *, secret: bytes | None = None) -> None:

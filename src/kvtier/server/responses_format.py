@@ -101,7 +101,7 @@ class ResponsesFormat:
         return data + self._event("response.output_item.done", done)
 
     def _item(self, block: Block, status: str = "") -> dict[str, Any]:
-        """Return an item of the output. By default, the last item has the answer's status, and others are completed."""
+        """Return the item of a block. By default, the last item has the answer's status, and others are completed."""
         is_last = block.index == len(self._answer.blocks) - 1
         item = {"id": self._item_id(block), "status": status or (self._status if is_last else "completed")}
         content = [] if status == "in_progress" else [_part(block)]
@@ -128,7 +128,7 @@ def _part(block: Block) -> dict[str, Any]:
 
 
 def _settings(request: ResponsesRequest) -> dict[str, Any]:
-    """Return the settings in a response: fields of the request, and constants for features that do not exist."""
+    """Return the settings in a response: fields of the request, and constants for unsupported features."""
     tools = [
         tool.model_dump(include={"type", "name", "description", "parameters", "strict"}) for tool in request.functions
     ]

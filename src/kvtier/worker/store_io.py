@@ -202,7 +202,7 @@ class StoreWorker:
         return results
 
     def _memory(self, part: ObjectPart, slots: Sequence[int], gathered: Bytes | None) -> list[memoryview]:
-        """Return the memory of a part for each slot: a row of `gathered`, or without `gathered` a view of the block."""
+        """Return a part's memory for each slot: rows of `gathered`, or views of the blocks if `gathered` is None."""
         if gathered is not None:
             return [memoryview(row) for row in gathered]
         span, host = part.span, self.hosts[part.group]
@@ -273,7 +273,7 @@ def _for_each_host(call: Callable[[memoryview], None], hosts: Sequence[HostMemor
 
 
 def _batches(parts: Sequence[ObjectPart], num_blocks: int) -> Iterator[slice]:
-    """Yield runs of one or more blocks within the limit of gathered bytes. If nothing is gathered, yield one run."""
+    """Split the blocks into runs of at most _GATHER_BYTES gathered bytes. A larger block is a run of its own."""
     gathered = sum(part.nbytes for part in parts if part.span is None)
     step = max(1, _GATHER_BYTES // gathered) if gathered else num_blocks
     for start in range(0, num_blocks if parts else 0, step):

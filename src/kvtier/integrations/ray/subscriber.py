@@ -1,4 +1,4 @@
-"""Receives the KV events of a replica over ZMQ, requests missed events, and applies them to a ReplicaFeed."""
+"""Receives the KV events of a replica over ZMQ and applies them to a ReplicaFeed. Requests missed events."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _CHECK_SECONDS = 1.0  # longest time between two checks for missing events
 async def follow(feed: ReplicaFeed, events: str, replay: str, keys: ForeignKeys | None = None) -> None:
     """Receive and apply events until cancelled.
 
-    If `replay` is empty, missed events cannot be requested: after a gap, the feed drops the replica's blocks and
-    continues. `keys` converts the events of other engines, such as vLLM.
+    `events` and `replay` are ZMQ addresses. If `replay` is empty, missed events cannot be requested: after a gap, the
+    feed drops the replica's blocks and continues. `keys` converts the events of other engines, such as vLLM.
     """
     with ExitStack() as opened:
         context = opened.enter_context(zmq.asyncio.Context())
@@ -63,7 +63,7 @@ async def _replay(context: zmq.asyncio.Context, feed: ReplicaFeed, address: str,
 
 
 def _apply(feed: ReplicaFeed, number: bytes, payload: bytes, keys: ForeignKeys | None) -> None:
-    """Apply one message. Skip a message that cannot be decoded: it counts as missing and is requested again."""
+    """Apply one message. Skip a message that cannot be decoded; its events count as missing."""
     try:
         fields: Any = msgspec.msgpack.decode(payload)
         batch = EventBatch(int.from_bytes(number, "big"), float(fields[0]), fields[1])

@@ -40,7 +40,7 @@ _SHARDED_WITH_MLA = ("mamba",)
 
 
 class HostPool:
-    """One registered pool. The pool's memory lives as long as this object."""
+    """A host pool that SGLang has registered. This object keeps the pool's memory alive."""
 
     def __init__(self, pool: Any, name: str, rank: RankIdentity, revision: str) -> None:
         inner = getattr(getattr(pool, "anchor_entry", None), "host_pool", pool)  # the KV pool if `pool` is a group
@@ -132,7 +132,7 @@ def tensor_views(tensors: Sequence[torch.Tensor]) -> list[Views]:
     """Return the memory of contiguous host tensors. Raise ArgumentError for other tensors."""
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.device.type != "cpu":
-            raise ArgumentError(f"a page needs contiguous host memory, got {tensor.device} with {tensor.stride()}")
+            raise ArgumentError(f"a page needs contiguous host memory, got {tensor.device}, strides {tensor.stride()}")
     return [[_memory(tensor.data_ptr(), tensor.numel() * tensor.element_size())] for tensor in tensors]
 
 

@@ -46,7 +46,7 @@ class StoreSettings:
         url = table.pop("url", "")
         scheme = urlsplit(url).scheme if isinstance(url, str) else ""
         if not scheme:
-            raise ArgumentError(f"each of `stores` is a URL or a table with a `url`, got {given!r}")
+            raise ArgumentError(f"each of `stores` must be a URL or a table with a `url`, got {given!r}")
         try:
             table |= {
                 key: kind(table[key]) for key, kind in (("write", WritePolicy), ("wait", WaitPolicy)) if key in table
@@ -86,8 +86,8 @@ class ConnectorConfig:
     save_generated: bool = True
     """Save the blocks of completions too, and not only the blocks of prompts."""
     max_saving_blocks: int = 0
-    """Maximum number of device blocks that saves hold; 0 for a quarter of vLLM's blocks, but at least 256. If a request
-    ends while the limit is reached, its remaining blocks are not saved."""
+    """Maximum number of device blocks that are held for saving; 0 for a quarter of vLLM's blocks, but at least 256. If
+    a request ends while the limit is reached, its remaining blocks are not saved."""
     allow_fail_policy: bool = False
     """Start even if vLLM fails requests whose load failed (kv_load_failure_policy=fail)."""
     verify_loads: bool = False
@@ -113,7 +113,7 @@ class ConnectorConfig:
             values["host_bytes"] = _bytes_of(values["host_bytes"])
         stores = values.get("stores", ())
         if isinstance(stores, str) or not isinstance(stores, Sequence):
-            raise ArgumentError(f"`stores` is a list of URLs or tables, got {stores!r}")
+            raise ArgumentError(f"`stores` must be a list of URLs or tables, got {stores!r}")
         values["stores"] = tuple(StoreSettings.parse(given, number) for number, given in enumerate(stores))
         return cls(**values)
 
@@ -145,8 +145,8 @@ class RequestOptions:
     explain: bool = False
     """In `kv_transfer_params` of the response, return the number of loaded tokens by tier and the reason for a miss."""
     error: str = ""
-    """Description of invalid settings. The request then runs with the default settings and `explain`, because an
-    exception in a connector would stop vLLM for all requests."""
+    """Description of invalid settings; empty if all are valid. A request with invalid settings runs with the default
+    settings and `explain`, because an exception in a connector would stop vLLM for all requests."""
 
     @classmethod
     def parse(cls, params: Mapping[str, Any] | None) -> RequestOptions:
@@ -173,4 +173,4 @@ def _bytes_of(value: int | str) -> int:
     try:
         return parse_bytes(value) if isinstance(value, str) else int(value)
     except ValueError:
-        raise ArgumentError(f"host_bytes is a number of bytes such as 16GiB, got {value!r}") from None
+        raise ArgumentError(f"host_bytes must be a number of bytes such as 16GiB, got {value!r}") from None

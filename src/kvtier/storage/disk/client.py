@@ -166,7 +166,7 @@ class SlotClient:
         try:
             self._call(self._writes, ["sync"])
         except OSError as error:
-            return [] if isinstance(error, ConnectionError) else [error]  # the next owner flushes everything at its end
+            return [] if isinstance(error, ConnectionError) else [error]  # owners flush everything themselves
         return []
 
     # --- payloads
