@@ -55,7 +55,7 @@ class DType:
         if count * self.bits % 8:
             raise ArgumentError(
                 f"element {count} of {self} starts at bit {count * self.bits}, which is inside a byte; "
-                f"{self} data can only be addressed every {self.per_byte} elements"
+                f"offsets into {self} data must be multiples of {self.per_byte} elements"
             )
         return self.nbytes(count)
 
@@ -108,7 +108,7 @@ def dtype(name: str | DType | np.dtype[Any] | type[Any]) -> DType:
 
 
 def _numpy_name(name: object) -> str:
-    """Return numpy's name of a type, with the byte order if it is not native. For other objects, return the repr."""
+    """Return numpy's name of a type, with its byte order if not native. If `name` is not a type, return its repr."""
     if name is None:
         return "None"  # np.dtype(None) is float64
     try:

@@ -36,7 +36,7 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Statistics of the manager since its start. `num_allocations` counts the allocations that are open now."""
+    """Statistics of the manager since its start. `num_allocations` counts only allocations that have not ended."""
 
     num_allocations: int
     queried_tokens: int

@@ -52,7 +52,7 @@ class PendingTransfer:
     """Ranks that have not reported a result."""
     arrived: Mask
     """1 for each block that no rank reported as failed, otherwise 0. After the last result, blocks with 1 become
-    readable in the target tier. If the cache was reset during the transfer, all entries are then 0."""
+    readable in the target tier. If the cache was reset during the transfer, the last result sets all bytes to 0."""
     seconds: float = 0.0
     """Duration on the slowest rank."""
     num_bytes: int = 0
@@ -221,7 +221,7 @@ def _endpoint(end: Slots | str) -> tuple[str, bytes]:
 
 
 def mask_runs(mask: Mask, start: int, value: int = 1) -> Iterator[tuple[int, int]]:
-    """Yield the runs [first, stop) of `value` in a mask. The first entry of the mask has the index `start`."""
+    """Yield the runs [first, stop) of `value` in a mask. The first byte of the mask has the index `start`."""
     first = mask.find(value)
     while first >= 0:
         stop = mask.find(1 - value, first)

@@ -41,7 +41,7 @@ def progress_bar(total: int, unit: str) -> Iterator[Callable[[int, str], None]]:
 
 
 PREFIX = "KVTIER_"
-# Variables that are not options. Secrets are never options, because all users of a machine can see command lines.
+# Variables other than those of `Parser.options`. Secrets are not options, because all users can see command lines.
 _OTHER_VARIABLES = (
     *("KVTIER_CONFIG", "KVTIER_API_KEY", "KVTIER_ADMIN_KEY", "KVTIER_CACHE_DIR", "KVTIER_NATIVE_DIR", "KVTIER_SOAK"),
     "KVTIER_CPU_ISA",

@@ -22,8 +22,8 @@ from kvtier.worker.sharding import Sharding
 if TYPE_CHECKING:
     from kvtier.engine.engine import EngineConfig
 
-# Limit on the recorded keys of a store, as a multiple of the blocks that fit in the store. The record drops its oldest
-# keys, but the store evicts its least recently used blocks. With a limit of 1, keys would be dropped too early.
+# Maximum number of recorded keys of a store, per block that fits in the store. A full record drops its oldest keys, but
+# the store evicts its least recently used blocks. With 1, the record would drop keys of blocks that are still stored.
 _KNOWN_PER_BLOCK = 4
 StoreOrUrls = Store | str | Sequence[str]
 """An open store, or one or several URLs for `open_store`. The engine closes the store in both cases."""
@@ -101,7 +101,7 @@ def _open_stores(
 ) -> tuple[dict[str, Store | ShardStores], dict[str, tuple[str, ...]]]:
     """Return all stores by name, and the URLs of the stores that this function opened.
 
-    Register the closing of these stores in `opened`. Both results are empty without prefix caching.
+    Closing `opened` closes these stores. Both results are empty without prefix caching.
     """
     names = [each.name for each in config.stores]
     if {*names} != {*stores}:

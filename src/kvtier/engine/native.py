@@ -19,7 +19,7 @@ from kvtier.native_code import X86_VARIANTS, Native, NativeSource, features, loa
 MAX_TOKENS = 16
 """On every type of processor, `EngineNative.linear` is faster than torch for up to this number of tokens."""
 _LANES, _BLOCK = 16, 32  # 16 rows per tile of a packed matrix; 32 elements per block of a quantised row
-# The result of a token must not depend on the number of tokens. -ffast-math is not used, because it could reorder sums.
+# The result of a token must not depend on the batch size. -ffast-math is not used, because it could reorder sums.
 # Without avoid-fma-max-bits=0, gcc 13 does not fuse multiply and add in some loops on some processors.
 _FLAGS = (
     *("-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
@@ -39,7 +39,7 @@ PACKED_KINDS = frozenset(("Q4_0", "Q4_1", "Q8_0", "BF16"))
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A matrix in its stored type, with its elements reordered for `EngineNative.linear`."""
+    """A quantised or BF16 matrix, with its elements reordered for `EngineNative.linear`."""
 
     kind: str
     data: Tensor
@@ -171,7 +171,7 @@ def _longs(*numbers: int) -> ctypes.Array[ctypes.c_long]:
 def pack(kind: str, rows: Tensor, *, integer: bool = False) -> PackedWeight | None:
     """Reorder a stored matrix (weights.RawMatrix) for `linear`. Return None if no native code supports the matrix.
 
-    With `integer`, products of quantised matrices use integer instructions, which round the input.
+    With `integer`, products with a quantised matrix round their input and use integer instructions.
     """
     if kind not in PACKED_KINDS or native().code is None:
         return None

@@ -1,7 +1,7 @@
 """Split the weights of a model into shares for tensor-parallel ranks.
 
 qkv, gate_up             split by rows: each rank has some of the heads and some of the feed-forward features
-output, down             split by columns in the same way; all_reduce adds the partial results of all ranks
+output, down             split by columns, for the same heads and features; all_reduce adds the ranks' partial results
 embedding, norms, head   not split; only rank 0 has the head
 """
 

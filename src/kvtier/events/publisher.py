@@ -53,7 +53,7 @@ class EventPublisher:
         try:
             self._publish = self._open(zmq.PUB, config.endpoint, connects=config.connects)
             self.endpoint = str(self._publish.getsockopt_string(zmq.LAST_ENDPOINT))
-            """Address to which subscribers connect."""
+            """Address of the publishing socket, with the actual port if the configured port is a wildcard."""
             self._replay = self._open(zmq.ROUTER, config.replay_endpoint) if config.replay_endpoint else None
             self.replay_endpoint = str(self._replay.getsockopt_string(zmq.LAST_ENDPOINT)) if self._replay else ""
             """Address for replay requests; empty if there is no replay."""
@@ -93,7 +93,7 @@ class EventPublisher:
     def _open(self, kind: int, endpoint: str, *, connects: bool = False) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         # A full PUB queue drops messages, and the sequence numbers show the gap. A ROUTER must not drop parts of a
-        # replay.
+        # replay, so its queue has no limit.
         socket.set_hwm(self._config.max_queued if kind == zmq.PUB else 0)
         (socket.connect if connects else socket.bind)(endpoint)
         return socket

@@ -110,7 +110,7 @@ class S3FIFOMarks:
         self._ghost: OrderedDict[int, None] = OrderedDict()
 
     def use(self, marks: list[int]) -> list[bool]:
-        """Use a request's marks, the last mark first, so that leaves are evicted first. Return True for each hit."""
+        """Use marks from last to first, so that leaves are evicted first. Return one bool per mark: True for a hit."""
         uses = self._uses
         hits = [mark in uses for mark in marks]
         for mark, hit in zip(reversed(marks), reversed(hits), strict=True):
@@ -163,9 +163,9 @@ SHADOWS: dict[str, Callable[[Sequence[int]], Stack | S3FIFOShadow | LearnedShado
 }
 
 
-# `record` only copies sampled bytes, called looks. `_play` later processes up to 4096 requests at once. Processing each
-# request separately took three to five times as long (measured on 2026-11-15). Four looks form a word, but the first
-# word (w0) has three. A mark is a hash of all words up to its position.
+# `record` only copies one byte in every STEP_BYTES, called a look. `_play` later processes up to 4096 requests at once.
+# Processing each request separately took three to five times as long (measured on 2026-11-15). Four looks form a word,
+# but the first word (w0) has three. A mark is a hash of all words up to its position.
 #
 #   prompt  |look . look . look . look . look . look . look ..
 #   words   |       w0         |           w1              |
@@ -189,7 +189,7 @@ _Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """An estimated hit rate: the share of full blocks that are found in the cache.
+    """An estimated hit rate: the share of the prompts' full blocks that are found in the cache.
 
     In about 19 of 20 cases, the true hit rate differs from the estimate by at most `error`. For S3-FIFO, whose shadow
     evicts marks instead of nodes, only 13 of 16 estimates on a generated trace were as accurate.
@@ -205,8 +205,8 @@ class GhostCache:
     """Estimates hit rates from the requests that are passed to `record`.
 
     `policy` and `capacity` describe the real cache. `rate` is the share of marks that are sampled. The default is 1/64,
-    or more if the real cache's shadow would otherwise hold fewer than 64 marks. The memory is limited to the sampled
-    bytes of 4096 prompts, and to a number of marks that is proportional to the capacities.
+    or more if the real cache's shadow would otherwise hold fewer than 64 marks. The memory is limited to the looks of
+    4096 prompts (see STEP_BYTES), and to a number of marks that is proportional to the capacities.
 
     `sparse` is a second GhostCache with a lower rate, for policies with slow shadows. `record` also records each
     request in `sparse`.

@@ -1,8 +1,9 @@
 """Learned: evicts the block with the lowest expected number of hits per block-second (see kvtier.index.reuse).
 
-Candidates are queued by class, oldest first. If the values of a class fall with age, only its oldest candidate can be
-the victim. This is the usual case. Values can also rise with age, for example if blocks are used in a cycle that is
-longer than the cache. While values rise, the youngest candidate of the class is considered too.
+Blocks with equal features, such as the number of uses, form a class. Each class queues its candidates for eviction,
+oldest (least recently used) first. If the values of a class fall with age, only its oldest candidate can be the victim.
+This is the usual case. Values can also rise with age, for example if blocks are used in a cycle that is longer than the
+cache. While values rise, the youngest candidate of the class is considered too.
 
     class 0   [ a d f ]  oldest a: value .2 until t = 31  ─┐
     class 1   [ b c ]    oldest b: value .1 until t = 12  ─┼─> heap of values ─> victim b
@@ -48,7 +49,7 @@ class ClassQueue:
         self.heap: list[_Candidate] = []
         self.count = 0  # candidates that are not withdrawn
         self.item: _Item | None = None
-        """Entry for the oldest candidate in the heap of values. This candidate may have been withdrawn since."""
+        """Entry in the heap of values for the oldest candidate. This candidate may have been withdrawn since."""
         self.timer = math.inf
         """Time of the earliest timer of this class."""
         self.young: list[_Candidate] = []
@@ -58,7 +59,7 @@ class ClassQueue:
 
 
 class Learned:
-    """Evicts the lowest value. Uses LRU before the first fit, and for a while after an alarm of tracker.LRUGuard."""
+    """Evicts the node with the lowest value. Uses LRU before the first fit and for a while after an LRUGuard alarm."""
 
     name = "Learned"
 
@@ -127,7 +128,7 @@ class Learned:
             for cell in self._dirty:
                 self._evaluate(cell)
             self._dirty.clear()
-        # If about half of the entries of a heap are not needed, remove them.
+        # Remove unneeded entries when they may be about half of a heap.
         if max(len(self._by_value), len(timers)) > 64 + 4 * len(self._queues) + 2 * len(self._candidates):
             self._tidy()
         heap, queues = self._by_value, self._queues
@@ -233,8 +234,8 @@ class Learned:
     def _tidy(self) -> None:
         """Drop entries that `victim` does not need.
 
-        Of the entries with _SINGLE, keep the lowest of each candidate, but only one per class for withdrawn candidates.
-        When `victim` removes such an entry, it adds the common entry of the young candidates again.
+        Of the entries with _SINGLE, keep the lowest of each candidate. All withdrawn candidates of a class count as one
+        candidate: when `victim` removes their entry, it adds the common entry of the young candidates again.
         """
         queues = self._queues
         entries = [item for queue in queues.values() for item in (queue.item, queue.floor) if item is not None]

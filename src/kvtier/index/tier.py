@@ -25,14 +25,13 @@ class Candidates:
     """Candidates for eviction, ordered by priority and then by policy. `num_blocks` counts all evictable blocks.
 
     `duplicates` lists the nodes whose blocks may also be evicted as duplicates (see Tier). The last node in the list
-    loses its duplicates first. If `ahead` is given, it is the number of this tier, and the next victims are chosen
-    early (see Lookahead).
+    loses its duplicates first. Pass the number of the tier as `ahead` to choose the next victims early (see Lookahead).
     """
 
     __slots__ = ("_ahead", "_by_priority", "_in_order", "_new_policy", "duplicates", "num_blocks", "quota")
 
     def __init__(self, new_policy: Callable[[], Policy], quota: int = 0, ahead: int | None = None) -> None:
-        self.quota = quota  # number of slots, for the candidates of a tenant
+        self.quota = quota  # number of slots of a tenant; 0 for the candidates of all tenants
         self.num_blocks = 0
         self.duplicates: dict[Node, None] = {}
         self._ahead = ahead
@@ -164,7 +163,7 @@ class Tier:
         return node
 
     def duplicate(self, salt: bytes | None = None) -> Node | None:
-        """Return the next node with duplicates, of any tenant or of the tenant of `salt`."""
+        """Return the next node with duplicates, of any tenant or of the tenant of `salt`, or None."""
         if self.faster is None:
             return None
         duplicates = (self.everyone if salt is None else self.tenants[tenant_of(salt)]).duplicates
@@ -229,7 +228,7 @@ class Tier:
     # ---- blocks of nodes -------------------------------------------------------------------------------------------
 
     def put(self, node: Node, first: int, slots: Slots, state: int) -> None:
-        """Add blocks [first, first + len(slots)) of a leased node to this tier. The tier must not hold these blocks."""
+        """Add blocks [first, first + len(slots)) of a leased node to this tier. The tier must not hold them yet."""
         held, count = node.held[self.number], len(slots.ids)
         if held is None and count == node.num_blocks:
             node.held[self.number] = Residency(slots.ids, bytearray((state,)) * count)

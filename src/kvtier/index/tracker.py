@@ -1,13 +1,13 @@
 """ReuseTracker: records the uses of cached blocks, and computes the values of blocks for the learned policy.
 
 A touch is one use of a run of blocks by a request. A run consists of consecutive blocks of one path that have the same
-class after this use. Each block of a touch is open until its next use, which is called an event. Evicted blocks are
-remembered as ghosts. The return of an evicted block is an event too, and its earlier uses are still known.
+class (see labels.py) after this use. Each block of a touch is open until its next use. An evicted block is remembered
+as a ghost: if a request contains the block again, this counts as its next use, and its earlier uses are still known.
 
     request  | matched: old touches end | ghosts: old touches end | fresh |
-             | new touches: one for each run of blocks with equal uses    |
+             | new touches: one for each run of blocks of the same class  |
 
-    call of the tree    effect
+    method of the tree  effect
     commit              the lease records when the request began
     release             `returned` finds the ghosts of the request, `touch` ends old touches and starts new ones
     evict               `removed` turns a removed node into a ghost; if the node keeps blocks, its `lost` grows
@@ -43,11 +43,11 @@ from kvtier.messages import I32
 # points below LRU in caches of 30,000 to 50,000 blocks.
 NUM_TOUCHES = 16_384
 # Requests between two fits: a quarter of all requests so far, but at least FIRST_FIT and at most LAST_FIT. Fits take
-# 2 us per request. With FIT_SHARE 8 and LAST_FIT 512, it is 3 us and hit rates differ by up to 0.2 points (2026-11-19).
+# 2 us per request. FIT_SHARE 8 and LAST_FIT 512 take 3 us and change hit rates by up to 0.2 points (2026-11-19).
 FIRST_FIT, LAST_FIT, FIT_SHARE = 64, 1024, 4
 GUARD_REQUESTS = 8  # requests between two updates of the guard; with 32, the guard reacts too late in small caches
 MAX_RUNS = 64  # maximum number of touches per request; the last of them includes the rest of the path
-_MARGIN = 4096  # places in the ring beyond NUM_TOUCHES; `learn` calls `TouchLog.sync` after half as many touches
+_MARGIN = 4096  # places in the ring beyond NUM_TOUCHES; `learn` calls `TouchLog.sync` every _MARGIN / 2 touches
 _RING = NUM_TOUCHES + _MARGIN
 _RUNNING = 2**62  # touch number of blocks that a running request has published; LRU would hold these blocks
 MAX_USES = 4
@@ -55,7 +55,7 @@ _BLOCKS_BIT, _NUMBER_BIT = 3, 23  # a ghost is an int: touch number << 23 | numb
 _MAX_GHOST = 2 ** (_NUMBER_BIT - _BLOCKS_BIT) - 1
 # Ghosts of a request: (number of the first block after them, earlier uses plus one, [touch, number of blocks, ..])
 Returned = tuple[int, int, list[int]]
-Observed = tuple[I64, F64, F64, bool]  # classes, ages, weights, and True for uses
+Observed = tuple[I64, F64, F64, bool]  # classes, ages, weights, and True if blocks were used at these ages
 Session = tuple[bytes, str]  # tenant and session id
 Ghosts = dict[int, int]
 TakeGhosts = Callable[[Ghosts, Lease], Returned | None]
@@ -96,7 +96,7 @@ class TouchLog:
     def use(self, runs: list[int], limit: int) -> int:
         """Record that a request used blocks of earlier touches again. Return the hits that LRU would have.
 
-        `runs` alternates between the number of a touch and the number of its used blocks, in the order of the request's
+        `runs` alternates between a touch number and a count of used blocks of this touch, in the order of the request's
         blocks. The hits end at the first run that LRU lacks, or that begins at block `limit` or later.
         """
         hits = at = 0
@@ -182,7 +182,7 @@ class TouchLog:
         left[at] = 0
 
     def take_observed(self) -> list[Observed]:
-        """Return the observations that ended since the last call of this method."""
+        """Return the ages that `_observe` recorded since the last call of this method."""
         observed, self._observed = self._observed, []
         return observed
 
@@ -194,7 +194,7 @@ class TouchLog:
         return self.cells[at].astype(np.int64), np.maximum(now - self.times[at], 0.0), weights
 
     def _observe(self, at: I64, counts: I64 | I32, times: F64, *, is_use: bool) -> None:
-        """Record that observations of touches ended at `times`. Set `is_use` if uses of their blocks ended them."""
+        """Record the ages of touches at `times`. Set `is_use` if blocks of these touches were used at `times`."""
         # A touch of n blocks weighs sqrt(n): a long prompt counts more than a short one, but not n times as much.
         if len(at):
             ages, weights = np.maximum(times - self.times[at], 0.0), counts / np.sqrt(self.blocks[at])
@@ -207,15 +207,15 @@ class LRUGuard:
     The lost hits are LRU's hits minus the policy's hits, counted since the policy was last ahead. If they exceed a
     limit, the guard raises an alarm: the policy is LRU until 2 * `capacity` blocks were inserted. After the second
     alarm, the policy is LRU for 8 * `capacity` blocks, after the third for 32 * `capacity`, and so on. The total loss
-    thus grows only with the logarithm of the time. The first `capacity` inserted blocks replace what the learned
-    order has kept, so the first period is longer.
+    thus grows only with the logarithm of the time. Even the first period is longer than `capacity` blocks, because the
+    first `capacity` inserted blocks only replace the blocks that the learned order has kept.
     """
 
     # On five generated chat traces and a cache of 1,000 blocks, the hit rate is at most 0.32 points below that of LRU.
-    # With FIRST = 1 and GROWTH = 2, it is up to 0.49 points below. With 2 and 2, it is up to 0.53 points below.
+    # With FIRST = 1 and GROWTH = 2, it is up to 0.49 points below. With FIRST = 2 and GROWTH = 2, up to 0.53.
     FIRST, GROWTH = 2, 4
-    MAX_LOST = 0.1  # share of the capacity, as in the prototype; other limits have not been measured
-    MAX_LOST_REQUESTS = 16  # requests of mean size; in a small cache, one long request must not raise an alarm
+    MAX_LOST = 0.1  # limit as a share of the capacity, as in the prototype; other shares have not been measured
+    MAX_LOST_REQUESTS = 16  # minimum of the limit, in requests of mean size; one long request must not raise an alarm
 
     def __init__(self) -> None:
         self.is_lru = False
@@ -394,7 +394,7 @@ class ReuseTracker:
         return self.table.row(cell)[bucket], since + ENDS[bucket]
 
     def floor(self, cell: int) -> float:
-        """Return `ReuseTable.floors` of a class, or infinity if the order is LRU."""
+        """Return `ReuseTable.floors` of a class, or infinity if the order is LRU or the class is new."""
         return math.inf if self.state.is_lru or cell >= len(self.table.floors) else self.table.floors[cell]
 
     def describe(self, cell: int, value: float) -> str:

@@ -1,4 +1,4 @@
-"""Inputs and outputs of the scheduler. A step is one batch of the model; a row is the part of one request in it."""
+"""Inputs and outputs of the scheduler. A step is one batch of the model; a row is one request's part of a step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ class Request:
     """One sequence. The scheduler changes the attributes of a request; the engine sets only `draft`.
 
     `chain` contains prompt and output. The KV of its first `num_computed` tokens is in the device cache or is being
-    loaded. Later steps compute the other tokens. The step that computes the last token also samples the next token.
+    loaded. Steps in flight and later steps compute the other tokens. The step that computes the last token of the chain
+    also samples the next token.
     """
 
     id: str
@@ -75,15 +76,15 @@ class Request:
     """Rows of the request in the steps in flight, oldest first; at most two."""
     num_computed: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
-    """Number of cached prompt tokens at the last admission before any preemption."""
+    """Number of cached prompt tokens at the admission. Admissions after a preemption do not change the number."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
     """Tier name -> number of cached prompt tokens. Set together with `num_cached_tokens`."""
     why_loaded: str = field(init=False, default="")
     """Reason why blocks in lower tiers were loaded or recomputed. Empty if there was no such decision."""
     num_preempted: int = field(init=False, default=0)
     stuck_at: int = field(init=False, default=0)
-    """Number of tokens at the last restart of the request; 0 before the first. A request is restarted if blocks are
-    short and no other request can free any. If this happens twice at the same number, the request is refused."""
+    """Number of tokens at the last restart of the request; 0 before the first. A request is restarted if it lacks
+    blocks and no other request can free any. If this happens twice at the same number, the request is refused."""
     may_load: bool = field(init=False, default=True)
     """True if the request may load blocks from lower tiers. False after a failed load."""
     draft: tuple[int, ...] = field(init=False, default=())

@@ -98,7 +98,7 @@ class Bodies:
                     self._num_bytes[name] += num_added
                     is_above_share = request.state.tenant is not None and self._num_bytes[name] > most // 2
                     if num_added and (self._num_bytes.total() > most or is_above_share):
-                        message = f"buffered bodies exceed {most} bytes (one tenant: {most // 2} bytes); retry later"
+                        message = f"buffered bodies exceed {most} bytes, or {most // 2} for one tenant; retry later"
                         raise ApiError(503, message, code="buffers")
         except TimeoutError as error:
             message = f"the body did not arrive within {limits.body_seconds:g} s"

@@ -12,7 +12,7 @@ from kvtier.metrics import Registry
 from kvtier.server.vllm_metrics import VllmMetrics
 
 _RECENT = 100  # number of requests that GET /state lists
-_WINDOW_SECONDS = 300.0  # window of the percentiles of the time to first token
+_WINDOW_SECONDS = 300.0  # window: period that the percentiles of the time to first token cover
 _WINDOW_MOST = 10_000  # maximum number of requests in the window
 
 
@@ -67,7 +67,7 @@ class RequestLog:
         self._closed.of(reason).add()
 
     def ended(self, record: RequestRecord, explanation: Explanation | None) -> None:
-        """Count a finished request. `explanation` is None if the engine finished no answer to it."""
+        """Count a finished request. `explanation` is None if the engine did not finish any answer."""
         self.vllm.ended(record, explanation)
         self._requests.of(record.endpoint, record.finish).add()
         self._tokens.of("prompt").add(record.prompt_tokens)

@@ -81,7 +81,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 
 class ContentPart(Loose):
-    """A part of a message or of a call's result. Only text is supported."""
+    """A part of a message or of a function's result. Only text is supported."""
 
     type: Literal["input_text", "output_text", "text", "refusal"]
     text: Text = ""
@@ -126,7 +126,7 @@ class MessageItem(Loose):
 
 
 class FunctionCallItem(Loose):
-    """A call of an earlier response."""
+    """A function call in an earlier response."""
 
     type: Literal["function_call"]
     call_id: ShortText
@@ -143,7 +143,7 @@ class FunctionCallItem(Loose):
 
 
 class FunctionOutputItem(Loose):
-    """The result of a call."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: ShortText

@@ -45,7 +45,7 @@ class TransferConfig:
     """Minimum number of layer groups in a layer-wise load. The model can start when the first group has arrived."""
     chunk_bytes: int = 64 << 20
     """Size of a slot of the staging ring. While the gather kernel of a slot waits for a busy GPU, the other slots are
-    copied. These copies should take longer than the wait. Small slots cost more host time: each slot of data takes a
+    copied. These copies should take longer than the wait. Small slots cost more host time: each slot takes a
     kernel launch and a batch call (0.1 ms)."""
     num_chunks: int = 3
     """Number of slots of the staging ring."""
@@ -62,8 +62,8 @@ class TransferConfig:
 
 # A staged transfer is copied in chunks that fit into a slot of the staging ring. The link is idle while the first chunk
 # of a save is gathered, or the last chunk of a load is scattered. This chunk is therefore small; FIRST_CHUNK_BYTES is
-# its minimum size. A larger chunk would give the gather of the next chunk more time. On an idle GPU, staged transfers
-# of 64 MiB reach 0.969 of the link rate with a minimum of 4 MiB, and 0.962 with 12 MiB (H200, 2026-11-15).
+# its minimum size. On an idle GPU, staged transfers of 64 MiB reach 0.969 of the link rate with a minimum of 4 MiB, and
+# 0.962 with 12 MiB (H200, 2026-11-15).
 FIRST_CHUNK_BYTES = 4 << 20
 
 

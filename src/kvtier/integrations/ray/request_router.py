@@ -67,7 +67,7 @@ class KvtierRouter(RequestRouter):
         try:
             self._router.add(name)
         except RangeError as error:
-            _log.warning("replica %s is not used: %s", name, error)
+            _log.warning("the router ignores replica %s: %s", name, error)
             return
         addresses = replica.replica_metadata
         if addresses.get("events"):

@@ -1,8 +1,8 @@
 """Subclasses of transformers' caches, for PrefixCache.
 
 A cache of transformers does not contain tokens, so PrefixCache records the tokens in forward hooks. The subclasses
-detect changes that the hooks cannot see, such as reordered rows, and keep the states that sliding layers drop. A column
-of a cache contains one token of each row (see tokens.py).
+detect changes that the hooks cannot see, such as reordered rows. They also keep the keys and values that sliding-window
+layers drop. A column of a cache contains one token of each row (see tokens.py).
 """
 
 from __future__ import annotations
