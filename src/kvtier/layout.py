@@ -93,7 +93,7 @@ class CacheGroup:
     CacheGroup.attention("main", 32, 8, 128, "bf16", 16)               key and value per layer
     CacheGroup.mla("main", 61, 576, "bf16", 16)                        one latent tensor per layer
     CacheGroup.attention(..., extra=[TensorSpec("key_scale", ...)])    further tensors per layer
-    main.with_layers(draft.layers)                                     draft layers in the main block tables
+    main.with_layers(draft.layers)                                     the layers of main, then draft layers
     """
 
     name: str

@@ -35,7 +35,7 @@ _KEEP = Retention()
 
 @dataclass(slots=True)
 class SavePoint:
-    """Progress of a request's saves. A request with a new SavePoint saves all blocks that the host lacks."""
+    """Progress of a request's saves. With a new SavePoint, a save begins at the first block that the host lacks."""
 
     num_blocks: int = 0
     """Number of leading blocks that were on the host, or in flight to the host, after the latest save."""
@@ -116,7 +116,7 @@ class ForeignDevice:
         return 1 in block_states(lease, self._host, 0, num_blocks).translate(IS_ABSENT)
 
     def _repair(self, lease: Lease, table: Sequence[int], room: int) -> tuple[dict[int, I32], int]:
-        """Start copies of at most `room` leased blocks that are absent on the host, or as many as get host slots.
+        """Start to copy the leased blocks that the host lacks. Stop after `room` blocks, or when host slots run out.
 
         Return the transfers, and the number of leading blocks that are now on the host or in flight to the host.
         """
@@ -135,7 +135,7 @@ class ForeignDevice:
     def _append(
         self, lease: Lease, table: Sequence[int], stop: int, room: int, now: float, point: SavePoint
     ) -> dict[int, I32]:
-        """Save at most `room` blocks between the end of the leased path and `stop`, or as many as get host slots.
+        """Save the blocks from the end of the leased path to `stop`: at most `room`, or fewer if host slots run out.
 
         Update `point`. If no copy starts, release the lease.
         """

@@ -118,7 +118,7 @@ class CacheManager:
         host, stores, to_host = self.config.host, self.stores.values(), []
         if host is None:
             return [], []
-        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # at least one per slot in memory
+        max_jobs = max(1024, self.config.num_blocks + host.num_blocks)  # at least one job per slot in memory
         if len(tiers) == 2:
             ahead_share = host.ahead_share if host.exclusive else 0.0
             writer = HostWriter(
@@ -140,7 +140,7 @@ class CacheManager:
     def prefetch(
         self, chain: Chain, *, now: float = 0.0, retention: Retention = _KEEP, max_tokens: int | None = None
     ) -> Prefetch | None:
-        """Begin to fetch a prompt's blocks from stores to the host. Return None without stores or tokens.
+        """Begin to fetch a prompt's blocks from stores to the host. Return None if there is no store or no token.
 
         The caller waits until `is_prefetched` is True, passes the prefetch to `match`, and then calls `end_prefetch`.
         """
@@ -191,8 +191,8 @@ class CacheManager:
     def allocate(self, allocation: Allocation, num_tokens: int) -> Shortage | None:
         """Reserve device slots for the first `num_tokens` tokens, evicting blocks if necessary, or return a Shortage.
 
-        Start to load the matched blocks that the device lacks. If there are too few slots while `allocation.copy` is
-        None, release `allocation.source` and try once more. No block is then copied, and `num_cached_tokens` is lower.
+        Start to load the matched blocks that the device lacks. If there are too few slots, and the copy of a partly
+        matched block is not planned yet, do without this copy: lower `num_cached_tokens`, and try once more.
         """
         self._must_be_open(allocation)
         if allocation.lease.committed and not allocation.lease.num_missing(num_tokens):
@@ -280,7 +280,7 @@ class CacheManager:
         self._end(allocation, used=allocation.lease.committed, now=now)
 
     def close_session(self, session_id: str, salt: bytes, *, now: float = 0.0) -> int:
-        """Record that a session has ended. Only the learned eviction policy uses this.
+        """Record that a session has ended, for the learned eviction policy. Without this policy, return 0.
 
         Return the number of blocks whose last use was the last request of the session.
         """
@@ -362,12 +362,12 @@ class CacheManager:
 
     @property
     def num_blocks(self) -> int:
-        """Number of blocks in the first tier: the device, or the host if another engine owns the device blocks."""
+        """Capacity of the first tier in blocks: the device, or the host if another engine owns the device blocks."""
         return self._device.pool.num_slots
 
     @property
     def num_available(self) -> int:
-        """Number of blocks in the first tier that are free or evictable."""
+        """Number of slots of the first tier that are free or contain an evictable block."""
         return self._device.pool.num_free + self._device.num_evictable
 
     def shortage_for(self, num_blocks: int) -> Shortage | None:
@@ -435,7 +435,7 @@ class CacheManager:
         return allocation
 
     def _match_partly(self, allocation: Allocation, max_tokens: int | None, now: float) -> None:
-        """Find a cached block that starts with the same tokens as the first unmatched block, and lease it for a copy.
+        """Lease a cached block that begins with the same tokens as the first unmatched block, to copy these tokens.
 
         prompt   |b0|b1|t t t t v v|..
         cached   |b0|b1|t t t t u u|        the 4 tokens t are copied

@@ -117,7 +117,7 @@ def _paths(job: CopyContext) -> str:
 
 
 def _measured(gpu: Placement, costs: CostTable) -> dict[str, Any]:
-    """Return a GPU's calibration for JSON. `expected_gbs` is the expected GB/s of the strategy for scattered blocks."""
+    """Return a GPU's calibration for JSON. `expected_gbs` is the expected rate for scattered blocks."""
     ways = {"to host": (gpu, PINNED), "to device": (PINNED, gpu)}
     keys = {way: f"{src.kind}>{dst.kind}" for way, (src, dst) in ways.items()}
     node, source = host_pages.node_of_gpu(host_pages.pci_address(gpu))

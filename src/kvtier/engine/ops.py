@@ -6,7 +6,7 @@ InvariantOps   CPU, float32: bit-identical results for a sequence in any batch (
 TritonOps      CUDA: fused kernels that can be captured in a graph (ops_triton.py)
 
 The cache of a layer is [blocks, 2, block_tokens, kv_heads, head_dim], a strided view of the block-first device cache.
-The token dimension precedes the head dimension, so that gathered blocks need no permutation.
+block_tokens precedes kv_heads, so that gathered blocks need no permutation.
 """
 
 from __future__ import annotations

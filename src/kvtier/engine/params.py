@@ -89,9 +89,9 @@ class SamplingParams:
     """End-of-text and stop tokens are not sampled before this number of output tokens. Stop strings still apply."""
     ignore_eos: bool = False
     logprobs: int | None = None
-    """Report the log-probabilities of each sampled token, and of this many most likely tokens. None: no report."""
+    """Number of most likely tokens to report with each sampled token and its log-probability. None: no report."""
     prompt_logprobs: int | None = None
-    """Report the log-probabilities of each prompt token, and of this many most likely tokens. None: no report."""
+    """Number of most likely tokens to report with each prompt token and its log-probability. None: no report."""
     prompt_logprobs_start: int = 1
     """Index s of the first prompt token to report. With `prompt_logprobs`, at most s - 1 leading tokens come from the
     cache, because the model computes the log-probability of token s at token s - 1. Token 0 has no log-probability."""
@@ -240,7 +240,7 @@ class Explanation:
     tokens_from: dict[str, int]
     """Number of cached tokens by tier."""
     why_loaded: str
-    """Reason why blocks in lower tiers were loaded or recomputed. Empty if there was no such decision."""
+    """Reason for the decision to load blocks from lower tiers or to recompute them. Empty without such a decision."""
     waited_seconds: float | None
     """Time from arrival to the first admission. None before that."""
     ttft_seconds: float | None

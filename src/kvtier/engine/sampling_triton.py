@@ -1,11 +1,12 @@
 """Sample tokens on CUDA without sorting, and write the next token and position into the rows on the device.
 
-One program samples one row. It reads the row several times, but in one kernel, and the row stays in the L2 cache. The
-score of a token is its logit. The weight of a token is proportional to its probability. top-k and top-p keep the tokens
-whose scores reach a threshold, which is searched among all float32 numbers. Each pass over the row compares all scores
-with three numbers and leaves a quarter of the range, so 16 passes are enough for 2^32 numbers. Of tokens with equal
-scores, the lowest ids are kept first. The sampled token is found in the running sum of the kept weights, in order of
-token id. The order of all additions depends only on the size of the vocabulary, so that results are reproducible.
+One program samples one row of logits. It reads the logits several times in one kernel, so they stay in the L2 cache.
+The score of a token is its logit. The weight of a token is proportional to its probability. top-k and top-p keep the
+tokens whose scores reach a threshold, which is searched among all float32 numbers. Each pass over the row compares all
+scores with three numbers and leaves a quarter of the range, so 16 passes are enough for 2^32 numbers. Of tokens with
+equal scores, those with the lowest ids are kept first. The sampled token is found in the running sum of the kept
+weights, in order of token id. The order of all additions depends only on the size of the vocabulary, so results are
+reproducible.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvtier.engine.sampling import COLUMNS, IN_PROMPT, SLOT, Resident
 from kvtier.state import State
 
 _CHUNK, _WARPS = 8192, 16  # tokens per iteration, warps: fastest of 6 pairs (H200, measured on 2026-11-19)
-# Columns of a head, see sampling.COLUMNS.
+# Columns of a head. A head is the state of one row on the device, see sampling.COLUMNS.
 _POSITION, _KEY, _TEMPERATURE, _MIN_P, _TOP_P = (tl.constexpr(each) for each in range(1, 6))
 _TOP_K, _REPETITION, _PRESENCE, _FREQUENCY = (tl.constexpr(each) for each in range(6, SLOT))
 _SLOT, _ON_HOST, _COLUMNS = tl.constexpr(SLOT), tl.constexpr(SLOT + 1), tl.constexpr(COLUMNS)
@@ -62,7 +63,7 @@ def _penalize(logits, counts, head, vocab, CHUNK: tl.constexpr):
 
 @triton.jit
 def _highest(logits, vocab, CHUNK: tl.constexpr):
-    """Return the highest score, its first token, and True if this score is infinite or any score is NaN."""
+    """Return the highest score, the first token with this score, and True if the score is infinite or any is NaN."""
     best, best_at = tl.full((CHUNK,), -float("inf"), tl.float32), tl.zeros((CHUNK,), tl.int32)
     wrong = tl.zeros((CHUNK,), tl.int32)
     for first in range(0, vocab, CHUNK):
@@ -98,7 +99,7 @@ def _weigh(logits, at, vocab, highest, scale, WEIGHTED: tl.constexpr):
 
 @triton.jit
 def _above(logits, vocab, highest, scale, cut, WEIGHTED: tl.constexpr, CHUNK: tl.constexpr):
-    """Return the weight of scores above `cut`, the weight of one score at `cut`, and the number of scores at `cut`."""
+    """Return the weight of scores above `cut`, the weight of one token at `cut`, and the number of tokens at `cut`."""
     above, equal, count = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.int32)
     for first in range(0, vocab, CHUNK):
         at = first + tl.arange(0, CHUNK)
@@ -162,14 +163,14 @@ def _pick(logits, vocab, highest, scale, min_p, cut, last, uniform, CHUNK: tl.co
         sums += tl.where(chunks == first // CHUNK, inside, 0.0).to(tl.float64)
     running = tl.cumsum(sums, 0)
     target = uniform * tl.max(running, 0)
-    # The first chunk in which the running sum exceeds the target. If rounding leaves none: the last with a kept token.
+    # The first chunk whose running sum exceeds the target. If rounding prevents this, the last chunk with a kept token.
     place = tl.min(tl.where(running > target, chunks, MOST), 0)
     place = tl.minimum(place, tl.max(tl.where(sums > 0, chunks, 0), 0))
     before, at = tl.sum(tl.where(chunks < place, sums, 0.0), 0), place * CHUNK + lanes
     weight = _kept(logits, at, vocab, highest, scale, min_p, cut, last)
     exceeds = (tl.cumsum(weight.to(tl.float64), 0) + before > target) & (weight > 0)
     found = tl.min(tl.where(exceeds, at, vocab), 0)
-    final = tl.max(tl.where(weight > 0, at, 0), 0)  # the last kept token, for the same reason
+    final = tl.max(tl.where(weight > 0, at, 0), 0)  # used if no sum exceeds the target
     return tl.where(found < vocab, found, final).to(tl.int64)
 
 
@@ -180,8 +181,8 @@ def _sample_rows(
 ):  # fmt: skip
     """Sample one row. If IN_GRAPH, also write the next token and position to the head, and count the token.
 
-    A CUDA graph skips rows that need the host. Element 0 of `control_ptr` is the index of the front tensor of the
-    heads (0 or 1). Element 2 is the number of rows. `other_heads` is the distance from tensor 0 to tensor 1.
+    A CUDA graph skips rows whose logits the host changes (_ON_HOST). `control_ptr` has the index of the front tensor of
+    the heads as element 0, and the number of rows as element 2. `other_heads` is the distance from tensor 0 to 1.
     """
     row = tl.program_id(0).to(tl.int64)
     head, logits = heads_ptr + row * _COLUMNS, logits_ptr + row * vocab
@@ -192,7 +193,7 @@ def _sample_rows(
     if is_mine:
         slot, temperature = tl.load(head + _SLOT), _number(head, _TEMPERATURE).to(tl.float32)
         counts = counts_ptr + tl.maximum(slot, 0) * vocab
-        if (slot >= 0) & (tl.load(head + _ON_HOST) == 0):  # the host penalizes rows that need the host
+        if (slot >= 0) & (tl.load(head + _ON_HOST) == 0):  # the host penalizes rows with _ON_HOST
             _penalize(logits, counts, head, vocab, CHUNK)
         highest, token, is_wrong = _highest(logits, vocab, CHUNK)
         position = tl.load(head + _POSITION) + 1
@@ -200,7 +201,7 @@ def _sample_rows(
             position = tl.load(positions_ptr + row)
         if (temperature > 0) & (is_wrong == 0):
             top_k, top_p = tl.load(head + _TOP_K), _number(head, _TOP_P)
-            scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)  # for exp2; finite, as inf * 0 is NaN
+            scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)  # for exp2; infinity times 0 is NaN
             cut, ties = highest * 0 - float("inf"), tl.full((), vocab, tl.float64)
             one, count = tl.zeros((), tl.float64), tl.zeros((), tl.int32)
             if (top_k > 0) & (top_k < vocab):
@@ -270,7 +271,7 @@ def load_rows(rows: DeviceRows, control: torch.Tensor, inputs: ForwardBatch) -> 
 
 
 def sample_captured(logits: torch.Tensor, rows: DeviceRows, control: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Sample the rows that do not need the host. Write the tokens to `tokens` and to the heads of the rows."""
+    """Sample the rows whose logits the host does not change. Write the tokens to `tokens` and to the rows' heads."""
     heads = rows.heads
     _sample_rows[(len(logits),)](
         *(logits, heads.front, _distance(heads), control, tokens, rows.counts, tokens, logits.shape[1]),
@@ -282,7 +283,7 @@ def sample_captured(logits: torch.Tensor, rows: DeviceRows, control: torch.Tenso
 
 
 def sample_rows(logits: torch.Tensor, resident: Resident) -> torch.Tensor:
-    """Sample one token for each row of logits. For rows that need the host, the host has already applied penalties."""
+    """Sample one token for each row of logits. If _ON_HOST is set, the host has already applied penalties."""
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     _sample_rows[(len(logits),)](
         *(logits.contiguous(), resident.heads, 0, tokens, resident.positions, resident.counts, tokens, logits.shape[1]),

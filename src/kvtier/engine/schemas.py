@@ -25,7 +25,7 @@ MAX_SCHEMA_BYTES = 512 << 10  # maximum size of the text of a grammar
 # The time to compile a schema can grow with the square of these counts: 1,000 properties take 0.4 s, 5,000 take 9 s
 # (SmolLM2, measured on 2 busy x86-64 cores, 2026-11-16). The server aborts compilations that take too long.
 _MOST = {"properties": 10_000, "patterns": 256, "references": 2_000}
-# Limit for the first token mask. Masks are computed on the engine thread, while all other requests wait.
+# Time limit for computing the first token mask. Masks are computed on the engine thread, while all other requests wait.
 _MAX_MASK_SECONDS = 0.25
 
 

@@ -1,4 +1,4 @@
-"""EngineSequence: one output of a request. StopChecker: finds stop strings in the text of an output."""
+"""EngineSequence: one of the n sequences of a request. StopChecker: finds stop strings in the text of a sequence."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class StopChecker:
         self.held = ""
         """Text that was held back and not released yet."""
         self.found = ""
-        """The stop string that ended the output; empty before that."""
+        """The stop string that was found; empty before that."""
 
     def feed(self, piece: str) -> tuple[str, bool]:
-        """Add text. Return the text that can be released, and True if a stop string ends the output."""
+        """Add text. Return the text that can be released, and True if a stop string was found."""
         if not self._stops:
             return piece, False
         text = self.held + piece
@@ -47,7 +47,7 @@ class StopChecker:
 
 @dataclass(slots=True)
 class EngineSequence:
-    """One output of a request, with its scheduler request, its sampler and its text so far."""
+    """One of the n sequences of a request, with its scheduler request, its sampler and its text decoder."""
 
     id: str
     index: int
@@ -87,7 +87,7 @@ class EngineSequence:
     def take_scores(self, scores: list[PromptLogprobs]) -> list[Output]:
         """Return outputs with the log-probabilities of prompt tokens, at most `_SCORES_PER_OUTPUT` in each output."""
         if any(math.isnan(score.chosen) for score in scores):
-            raise StateError("a logit of the prompt is NaN or infinite, so its log-probabilities are undefined")
+            raise StateError("a logit of the prompt is NaN or infinite, so the log-probabilities are undefined")
         count = self.sampler.params.prompt_logprobs
         cut = [score if len(score.top) == count else score._replace(top=score.top[:count]) for score in scores]
         parts = (cut[begin : begin + _SCORES_PER_OUTPUT] for begin in range(0, len(cut), _SCORES_PER_OUTPUT))

@@ -74,8 +74,8 @@ class Residency:
         return cls(np.full(num_blocks, NO_SLOT, np.int32), bytearray(num_blocks))
 
 
-# Last use of a run of blocks, for the learned policy (see kvtier.index.tracker): number of the touch, number of the
-# blocks' class, time on the caller's clock, number of earlier uses.
+# The last use of a run of blocks, for the learned policy (see kvtier.index.tracker): serial number of the touch, number
+# of the blocks' class, time of the use on the caller's clock, number of earlier uses.
 Touch = tuple[int, int, float, int]
 
 
@@ -151,7 +151,7 @@ class Node:
         return label + self.extras.get(self.start + block, b"") if self.extras else label
 
     def num_leading(self, table: bytes) -> int:
-        """Count the leading blocks that are readable or held in at least one tier. `table` is READABLE or IS_HELD."""
+        """Count the leading blocks that are readable (`table` is READABLE) or held (IS_HELD) in at least one tier."""
         union = 0
         for held in self.held:
             if held is not None:

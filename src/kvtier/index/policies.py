@@ -31,7 +31,7 @@ from kvtier.index.node import Node
 
 
 class CandidateHeap:
-    """Candidates ordered by rank, lowest first. `num_blocks` counts the blocks that these nodes had when pushed.
+    """Candidates ordered by rank, lowest first. `num_blocks` counts the blocks that they had when pushed.
 
     `discard` leaves a stale entry in the heap. A later call of `first` or `push` removes it.
     """
@@ -97,7 +97,7 @@ class ARC:
         self._returned: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def offer(self, node: Node) -> None:
-        """Add a node to `_frequent` if it was used or returned after its eviction, otherwise to `_recent`."""
+        """Add a node to `_frequent` if it has been used, or evicted and offered again, otherwise to `_recent`."""
         if node in self:
             return
         mark, recent, frequent = fingerprint(node), self._recent_ghosts, self._frequent_ghosts
@@ -122,7 +122,7 @@ class ARC:
         return node in self._recent or node in self._frequent
 
     def victim(self) -> Node | None:
-        """Return the first node of `_recent` if it exceeds its target or `_frequent` is empty, else of `_frequent`."""
+        """Select from `_recent` if `_recent` exceeds its target or `_frequent` is empty, otherwise from `_frequent`."""
         is_within = self._recent.num_blocks <= self._target and len(self._frequent) > 0
         is_frequent = is_within or not len(self._recent)
         first = (self._frequent if is_frequent else self._recent).first()
@@ -203,7 +203,7 @@ class Ranked:
 
 
 def CostAware(half_tokens: int = 16_384) -> Ranked:
-    """Evict the lowest value first (Greedy-Dual). The value is (1 + uses) times the cost of computing the last block.
+    """Evict the lowest value first (Greedy-Dual). The value of a node is (1 + uses) times the cost of its last block.
 
     The cost of a block that ends at token p is 1 + p / half_tokens, because attention reads all earlier tokens. At a
     context of `half_tokens` tokens, attention costs as much as the rest of the layer.
@@ -258,7 +258,7 @@ class S3FIFO:
         return node in self._small or node in self._main
 
     def victim(self) -> Node | None:
-        """Return the first node that has spent all its uses.
+        """Return the first node without unspent uses.
 
         Search the small queue while it exceeds its share or the main queue is empty, otherwise the main queue. A node
         with unspent uses moves to the end of the main queue. A move within the main queue spends one use.

@@ -191,7 +191,7 @@ def truncate(node: Node, count: int) -> None:
 
 
 def _own(labels: memoryview) -> memoryview:
-    """Copy labels that are less than half of their buffer, because a short view must not keep a large buffer alive."""
+    """Copy labels that fill less than half of their buffer, because a short view must not keep a large buffer alive."""
     return labels if 2 * labels.nbytes >= memoryview(labels.obj).nbytes else memoryview(bytes(labels))
 
 

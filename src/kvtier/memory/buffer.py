@@ -171,7 +171,7 @@ class Buffer:
         return f"Buffer({self.size}, {self.dtype.name!r}, {str(self.placement)!r}{', ' + state if state else ''})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a Buffer cannot be pickled; use kvtier.memory.save and load, which are versioned and checked")
+        raise TypeError("a Buffer cannot be pickled; use kvtier.memory.save and kvtier.memory.load")
 
     def close(self) -> None:
         """Close all Buffers that share this memory as slices or views. Exports and copies in flight stay valid."""

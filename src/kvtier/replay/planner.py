@@ -47,7 +47,8 @@ class PlanResult:
     more_host: PlanPoint
     """The setup `chosen` (`nearest` if `chosen` is None) with another 100 GiB of host memory."""
     more_disk: PlanPoint | None
-    """The setup `chosen` or `nearest` with another 100 GiB of disk. None if it has no disk or no host memory."""
+    """The setup `chosen` (`nearest` if `chosen` is None) with another 100 GiB of disk. None if Deployment.disk is
+    None, or if this setup has no host memory."""
 
 
 def plan(

@@ -15,11 +15,11 @@ from kvtier.replay.trace import TRACE_BLOCK_TOKENS, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class SyntheticTrace:
-    """Parameters of a trace. `turns` and the lengths are means of geometric distributions. A block has 512 tokens.
+    """Parameters of a trace. `turns`, all `.._blocks` and `answer_tokens` are means of geometric distributions.
 
     A session starts with one of `system_prompts` prompts. Some sessions continue with tool definitions (`agent_share`)
-    or with one of `documents` documents (`document_share`). Then every turn adds a message, and the answer is added
-    before the next turn. The n-th system prompt, or document, is used with a probability proportional to 1 / n.
+    or with one of `documents` documents (`document_share`). Every turn adds a message, and the answer is added before
+    the next turn. The n-th prompt, or document, has a probability proportional to 1 / n. A block has 512 tokens.
     """
 
     sessions: int = 1000

@@ -49,7 +49,7 @@ class AnswerFormat(Protocol):
     """Formats the answers to one request. `index` is the number of an answer, which OpenAI calls a choice."""
 
     def add(self, index: int, outputs: Sequence[Output]) -> int:
-        """Append outputs to a choice of an unstreamed response. Returns the approximate number of bytes added."""
+        """Append outputs to a choice of an unstreamed response. Return the approximate number of bytes added."""
 
     def whole(self, num_choices: int, usage: Usage) -> bytes:
         """Return the complete response of a request that is not streamed."""
@@ -102,7 +102,7 @@ class _Answer:
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))
 
     def add(self, output: Output, delta: AnswerDelta, lists: Mapping[str, Sequence[Any]]) -> int:
-        """Append an output and the parts of its text. Returns the approximate number of bytes added."""
+        """Append an output and the parts of its text. Return the approximate number of bytes added."""
         self.text.append(delta.content)
         self.reasoning.append(delta.reasoning)
         for call in delta.calls:

@@ -59,7 +59,7 @@ class DetokenizeRequest(Strict):
 
 
 class PromptBody(_PromptOrMessages):
-    """A prompt for the control API, and the tenant and salt that select the cache."""
+    """A prompt for the control API, and the tenant and salt under which its blocks are cached."""
 
     cache_salt: Name | None = None
     tenant: Name | None = None

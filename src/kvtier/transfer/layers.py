@@ -17,7 +17,7 @@ from kvtier.errors import LayerSwapTimeoutError, RangeError, TransferError
 from kvtier.memory import Event, Stream
 
 DEFAULT_TIMEOUT = 30.0
-"""Seconds. The value is generous, because a load may be queued behind other transfers."""
+"""Default timeout in seconds. It is long, because a load may be queued behind other transfers."""
 
 
 class LayerDoneCounter:

@@ -47,7 +47,7 @@ def device_cache_of(
 
 
 def _pages(name: str, view: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor, int]:
-    """Return the bytes of a layer as [block, ...], and the head axis of a page. The axes are in the order of memory."""
+    """Return the bytes of a layer as [block, ...] with the axes in memory order, and the head axis of a page."""
     if view.ndim != 4 or view.shape[0] % num_blocks:
         raise ArgumentError(
             f"layer {name}: expected a cache tensor [block, head, token, content] with {num_blocks} blocks, or with a "
@@ -56,8 +56,8 @@ def _pages(name: str, view: torch.Tensor, num_blocks: int) -> tuple[torch.Tensor
     has_kernel_blocks = view.shape[0] != num_blocks  # the attention kernel divides each block into smaller blocks
     split = view.unflatten(0, (num_blocks, -1)) if has_kernel_blocks else view
     head = 2 if has_kernel_blocks else 1  # [block, kernel block, head, token, content] or [block, head, token, content]
-    # Sort the axes from the outermost to the innermost. With one head per rank, the head axis can have the same
-    # stride as the axis around it, and must come after that axis.
+    # Sort the axes from the outermost to the innermost. With one head per rank, the head axis and another axis can have
+    # the same stride. The head axis must then come second.
     strides = split.stride()
     order = sorted(range(1, split.ndim), key=lambda axis: (-strides[axis], -split.shape[axis]))
     pages = split.permute(0, *order)

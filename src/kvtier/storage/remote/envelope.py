@@ -1,12 +1,12 @@
 """Format of a value on a server: record, payload, and optional encryption at rest (AES-256-GCM, extra `crypto`).
 
-    plain     [record 256 | payload]
+    plain     [record 256 | payload]        (numbers are sizes in bytes)
     sealed    [nonce 12 | record, encrypted 256 | tag 16] [nonce 12 | payload, encrypted | tag 16]
 
 With encryption, the name of an object is a keyed digest of its block key. Both tags also authenticate the name, so that
 an object under a wrong name is detected. The tag of the payload also authenticates the tag of the record, so that a mix
-of two versions of an object is detected. Somebody who can read the server sees only names, sizes and times. Equal keys
-have equal names.
+of two versions of an object is detected. Somebody who can read the server sees only names, sizes and times. Blocks with
+equal keys have equal names.
 
 Token ids are not sent to servers. A record contains only a digest of the token ids. This digest is keyed with
 CacheConfig.secret, if this secret is set. The secret that encrypts values is a separate setting.
@@ -28,7 +28,7 @@ from kvtier.storage.store import MISSING, Label, ObjectResult, ObjectStatus, Rea
 
 EXPIRED = ObjectResult(ObjectStatus.MISSING, reason="expired")
 Packed = tuple[Record, Parts]
-"""An object ready to be sent."""
+"""The record of an object, and the parts of the value to send."""
 
 
 class Envelope:
