@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NUM_SAMPLES = 1000
 """Minimum number of elements to hash per tensor. A smaller tensor is hashed whole. A sample is enough, because
-fine-tuning and merging an adapter change nearly every element of a matrix."""
+both fine-tuning a model and merging an adapter change nearly every element of a matrix."""
 _SAMPLE_BYTES = 4096  # one page, the smallest unit that the operating system reads from a disk
 _NUM_FILE_SAMPLES = 64  # 256 KiB per file
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")

@@ -49,7 +49,7 @@ class BatchOp(Enum):
 
     @property
     def side(self) -> Side:
-        """The side of the pipeline that runs the op. Both sides run on the engine's thread if the executor has none."""
+        """The side of the pipeline that runs the op. Without an executor thread, the engine's thread runs all ops."""
         return "executor" if self in (BatchOp.PREPARE, BatchOp.FORWARD, BatchOp.UNPREP) else "engine"
 
     @property

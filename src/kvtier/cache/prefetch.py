@@ -48,7 +48,7 @@ class Prefetch:
 
 
 class Prefetcher:
-    """Fetches blocks to the host. Each run of blocks comes from the nearest store that contains its first block.
+    """Fetches blocks to the host. Consecutive blocks come from the nearest store that contains the first of them.
 
     With a `cost_model`, a prefetch fetches no blocks if computing them is expected to be faster.
     """

@@ -4,10 +4,10 @@ WritebackQueue   queues blocks for copies to the next tier and limits the number
 HostWriter       starts transfers from the device to the host
 StoreIndex       records the keys in a store and starts transfers from the host to the store
 
-Device eviction never waits for a copy. If no lower tier has an evicted block, the block is lost. A host copy stays
-after a load, so that the next eviction from the device needs no new copy. An exclusive host tier that needs slots,
-however, first evicts copies of blocks that are also on the device. A store evicts blocks without notice. The recorded
-keys may therefore be out of date, and a read that finds nothing is a miss.
+Device eviction never waits for a copy. If no lower tier has an evicted block, the block is lost. A host block that is
+loaded to the device also stays on the host, so that its next eviction from the device needs no new copy. An exclusive
+host tier that needs slots, however, first evicts blocks that are also on the device. A store evicts blocks without
+notice. The recorded keys may therefore be out of date, and a read that finds nothing is a miss.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvtier.messages import Drop, Route, StoreLookup, split_keys
 
 @dataclass(frozen=True, slots=True)
 class WritebackJob:
-    """Blocks [first, stop) of a chain that may need a copy."""
+    """Blocks [first, stop) of a chain. Some of the blocks may need a copy in the next tier."""
 
     chain: Chain
     first: int
@@ -60,7 +60,7 @@ class WritebackQueue:
         self.jobs: deque[WritebackJob] = deque(maxlen=max_jobs)
         self.num_saved_late = 0
         """Number of blocks that were copied because the tier above was about to evict them."""
-        self._allowance = config.blocks_per_second  # in blocks; allows a burst of one second
+        self._allowance = config.blocks_per_second  # number of copies that may start; `plan` refills it
         self._refilled_at: float | None = None
 
     def on_blocks_ready(self, lease: Lease, first: int, stop: int, *, queue: bool = False) -> None:
@@ -95,7 +95,7 @@ class WritebackQueue:
         return bool(self.jobs) and self._above.num_free < self._config.low_share * self._above.num_slots
 
     def plan(self, now: float, *, flush: bool = False) -> None:
-        """Start as many copies as the limits allow. With `flush`, start copies even if the write policy would wait."""
+        """Start as many copies as the limits allow. With `flush`, do so even if `is_due` is False."""
         if self._config.blocks_per_second < math.inf:
             limit = max(1.0, self._config.blocks_per_second)
             elapsed = 0.0 if self._refilled_at is None else max(0.0, now - self._refilled_at)
@@ -138,9 +138,9 @@ class HostWriter:
 
     If `ahead_share` is 0, the host tier is inclusive, and a copy may take the slot of any evictable host block.
 
-    Otherwise the host tier is exclusive. Unless `is_early` is set, it receives early copies only while it has free
-    slots, because a copy of a device block is worth less than a block that only the host has. All other blocks are
-    copied when the device is about to evict them.
+    Otherwise the host tier is exclusive. A block that only the host has is then worth more than a copy of a device
+    block. Unless `is_early` is set, jobs of the write policy therefore copy blocks only into free host slots. A block
+    without a copy can still be copied when the device is about to evict it.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class HostWriter:
         return chain
 
     def _start(self, lease: Lease, first: int, stop: int) -> int:
-        """Copy blocks [first, stop) of a path, or as many as there are host slots. Return the number of copies.
+        """Copy blocks [first, stop) of a path, or as many of them as fit on the host. Return the number of copies.
 
         The lease becomes part of the transfer, or is released if there are no slots.
         """
@@ -391,11 +391,11 @@ class StoreIndex:
                 del self._known[key]
         copies.ranks = self._all_ranks
         if self._events is not None:
-            written = bytes([self._known.get(key) is copies for key in keys])  # 1 if the key is still recorded
+            written = bytes([self._known.get(key) is copies for key in keys])  # 0 if failed, dropped or forgotten
             self._events.written(done.lease, done.first, written, self._tree.namespace)
 
     def save(self, job: WritebackJob, lease: Lease, room: int) -> tuple[int, WritebackJob | None]:
-        """Write at most `room` host blocks of a job that the store lacks. Return their number and the rest, if any."""
+        """Write at most `room` blocks of a job that the store lacks. Return their number and the rest of the job."""
         first, stop, started = job.first, min(job.stop, lease.num_blocks), 0
         if stop <= first:
             return 0, None

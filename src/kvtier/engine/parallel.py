@@ -66,7 +66,8 @@ class Ranks:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[Connection[Any, Any]] = []
         self._reports: list[Report] = []
-        self._num_ended = [0] * (num_ranks - 1)  # for each other rank: computed steps that `end_step` has not counted
+        self._num_ended = [0] * (num_ranks - 1)
+        """For each other rank, the number of computed steps for which `end_step` has not been called."""
         self._error: EngineError | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="kvtier-ranks-")  # created with mode 0700
         self._threads = torch.get_num_threads()
@@ -129,7 +130,7 @@ class Ranks:
 
     @property
     def num_host_ready(self) -> int:
-        """Number of host slots that all ranks can use. The numbers of the other ranks are those of the start."""
+        """Number of host slots that all ranks can use. The other ranks report their numbers only when they start."""
         return min(self.own.num_host_ready, self._num_host_ready)
 
     @property

@@ -32,7 +32,7 @@ from kvtier.storage import ShardStores, StoreStats, open_shards
 _POLL_SECONDS = 0.001
 """Interval between polls while transfers are in flight and there is nothing to compute."""
 _IDLE_SECONDS = 0.5
-"""Interval when no transfer is in flight. Polls are still needed, for example to report damaged host blocks."""
+"""Interval between polls when no transfer is in flight. Polls can find, for example, damaged host blocks."""
 
 
 def main(descriptor: int) -> None:
@@ -97,7 +97,7 @@ class RankWorker:
                 send(self._link, RankMessage(value, reports=tuple(self._controller.poll())))
 
     def step(self, inputs: Sequence[SequenceInput], copies: Sequence[BlockCopy], loads: Sequence[int]) -> None:
-        """Execute `copies`, then compute a batch while `loads` arrive."""
+        """Execute `copies`, then compute a batch while the transfers with the ids `loads` run."""
         group = self._group
         waits = self._controller.layer_waits(loads) if loads else None
         places = unknown_tokens(inputs)

@@ -130,7 +130,7 @@ class Deployment:
                 f"{self.host_bytes} and {self.disk_bytes}"
             )
         if self.disk_bytes and not (self.host_bytes and self.disk):
-            raise ArgumentError("a disk tier needs a disk and a host tier, because blocks pass through host memory")
+            raise ArgumentError("disk_bytes needs `disk` and host_bytes, because blocks pass through host memory")
         if not self.device_bytes and self.kv_bytes <= 0:
             raise RangeError(
                 f"the weights take {self.model.params * self.model.weight_bytes / 1e9:.0f} of "
@@ -197,7 +197,7 @@ class Summary:
     num_refused: int
     num_preempted: int
     seconds: float
-    """Time until the last token."""
+    """Time from the first arrival to the last token."""
     hit_rate: float
     """Refused requests are not counted."""
     hit_rates: dict[str, float]
@@ -211,7 +211,7 @@ class Summary:
     links: list[LinkSummary]
     evictions: dict[str, int]
     duplicates_evicted: int
-    """Number of blocks that the host evicted because the device had them too. Each eviction can cause one more save."""
+    """Number of blocks that the host evicted because the device had them. Such blocks may have to be saved again."""
     dead_on_arrival: float
     """Share of computed blocks that were never hit before their eviction from all tiers or the end of the run."""
 

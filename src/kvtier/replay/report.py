@@ -204,7 +204,7 @@ def intro(result: Json) -> list[str]:
         text.append(
             f"{run['num_refused']:,} of {run['num_requests']:,} requests are refused, because they need more KV than "
             f"fits on the GPUs (--device, --gpus). Hit rates do not include these requests, and times to first token "
-            f"do not include requests without a token."
+            f"do not include requests that got no token."
         )
     if trace["num_problems"]:
         text.append(f"{trace['num_problems']:,} invalid lines were skipped. The first: {trace['problems'][0]}")
@@ -253,7 +253,8 @@ def _refused(result: Json) -> list[int]:
 
 
 def _widest(result: Json) -> list[Json]:
-    links: list[Json] = max((run["links"] for run in result["results"]), key=len, default=[])  # most with a disk
+    # A run with a disk has more links than a run without a disk.
+    links: list[Json] = max((run["links"] for run in result["results"]), key=len, default=[])
     return links
 
 

@@ -21,7 +21,7 @@ _DELTAS = {
 
 
 class MessagesFormat:
-    """Formats the only answer to a request. Implements `AnswerFormat`."""
+    """Formats the single answer to a request. Implements `AnswerFormat`."""
 
     def __init__(self, id: str, model: str, syntax: AnswerSyntax) -> None:
         self._message = {"id": id, "type": "message", "role": "assistant", "model": model}
@@ -101,7 +101,7 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object. Other JSON and invalid JSON are wrapped as Anthropic recommends."""
+    """Return the arguments of a call. If `text` is not a JSON object, wrap it as Anthropic recommends."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -79,7 +79,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 async def before_deadline(request: Request, limits: Limits, work: Awaitable[T]) -> T:
-    """Await `work`. Raises ClientGone if the client disconnects, and 504 at the deadline of the request."""
+    """Await `work`. Raise ClientGone if the client disconnects, and ApiError 504 at the request's deadline."""
     try:
         async with asyncio.timeout(request.state.began + limits.request_seconds - time.monotonic()):
             return await unless_gone(request.receive, work)
@@ -178,7 +178,7 @@ def body_too_large(size: str, limits: Limits) -> ApiError:
 
 
 def _headers(scope: Scope) -> dict[str, str]:
-    """Return the headers by lower-case name. Raises 400 if a header in `_ONCE` is repeated."""
+    """Return the headers by lower-case name. Raise 400 if a header in `_ONCE` is repeated."""
     names = [name for name, _ in scope["headers"] if name in _ONCE]
     if len(set(names)) < len(names):
         name = next(name for name in names if names.count(name) > 1).decode()

@@ -73,7 +73,7 @@ class VllmMetrics:
         self.gaps = self._seconds["inter_token_latency"]
 
     def ended(self, record: RequestRecord, explanation: Explanation | None) -> None:
-        """Count a finished request. `explanation` is None if the engine finished no answer to it."""
+        """Count a finished request. `explanation` is None if the engine finished no answer."""
         self._finished.of(*self._labels, _REASONS.get(record.finish, "error")).add()
         self._totals["prompt_tokens"].add(record.prompt_tokens)
         self._totals["generation_tokens"].add(record.new_tokens)

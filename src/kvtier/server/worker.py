@@ -1,4 +1,4 @@
-"""A worker process: prepares large bodies and compiles schemas, one at a time, until its socket closes.
+"""A worker process: prepares large request bodies and compiles schemas, one job at a time, until its socket closes.
 
 If a job exceeds its deadline, the front end kills the process. If the front end has exited, SIGALRM ends the process
 instead. The worker's memory is limited, and its priority is lower than that of the engine process.
@@ -40,7 +40,7 @@ def main(descriptor: int) -> None:
         channel.send(Reply(0))
         os.dup2(null.fileno(), 2)  # panics in native code may print a prompt, and logs must not contain prompts
         for call in messages:
-            if call.name != "load_compiler":  # loading may take longer than a job
+            if call.name != "load_compiler":  # loading a compiler may take longer than a job
                 signal.setitimer(signal.ITIMER_REAL, config.seconds + _ALARM_SECONDS)  # SIGALRM ends the process
             channel.send(_run(preparation, call))
             signal.setitimer(signal.ITIMER_REAL, 0)

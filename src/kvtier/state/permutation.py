@@ -14,7 +14,7 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class Permutation:
-    """The old index of each row of the new order. There are `size0` old rows; an index of `size0` or more is a new row.
+    """The old index of each row of the new order. There are `size0` old rows. Indices of `size0` or more are new rows.
 
         Permutation([2, 0, 5], size0=3)     row 0 was row 2, row 1 was row 0, row 2 is new; old row 1 is dropped
 

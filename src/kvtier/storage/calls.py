@@ -38,7 +38,7 @@ class Batch:
         self.is_late = False
         """True if the call returned before all objects were done."""
         self.trouble = ""
-        """Failure of the store in this call; empty if the store is healthy."""
+        """Failure of the store in this call; empty if there was none."""
 
     def settle(self, outcomes: Mapping[int, ObjectResult], act: Callable[[], object] | None = None) -> bool:
         """Run `act`, which must be short, and set the results. If the call has returned, only return False."""

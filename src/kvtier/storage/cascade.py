@@ -27,7 +27,7 @@ from kvtier.storage.store import (
 )
 
 StoreCall = Callable[[Store], Callable[..., Results]]
-"""Selects the method of a store to call."""
+"""Function that returns the method to call on a store."""
 _WORSE = (ObjectStatus.MISSING, ObjectStatus.CORRUPT, ObjectStatus.FAILED)
 """Statuses from best to worst. If no store finds an object, the worst status is reported. For example, if one store
 misses the object and another store fails, the result is FAILED, because the failed store might contain the object."""

@@ -45,10 +45,10 @@ def swap_cache_per_layer_async(
 ) -> CopyResult:
     """Copy between block device_ids[i] of `cache` and block host_ids[i] of `host`, in the order of `stream`.
 
-    `cache` and `host` are tensors whose first dimension is blocks, Buffers, or BlockViews (`HostMemory.block_view`). By
-    default, use the current stream. If there is none, host memory is copied before the call returns. Ids may be in any
-    order. Blocks that are adjacent on both sides are copied together. With `direction` "d2h", `cache` is the source.
-    With "h2d", `cache` is the target.
+    `cache` and `host` are Buffers, BlockViews (`HostMemory.block_view`), or tensors with one block per index of the
+    first dimension. `stream` defaults to the current stream. Without a current stream, copies within host memory are
+    done before the call returns. Blocks that are adjacent on both sides are copied together. With `direction` "d2h",
+    `cache` is the source. With "h2d", `cache` is the target. Ids may be in any order.
     """
     return swap_cache_all_layers([cache], [host], device_ids, host_ids, direction, stream=stream, path=path, wait=False)
 

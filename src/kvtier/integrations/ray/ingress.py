@@ -17,7 +17,7 @@ from kvtier.server.serve import make_front_end, open_tracing
 
 
 class FleetApp:
-    """The server's application without lifespan events and x-request-id headers. Serve's proxy adds its own header."""
+    """The server's application without lifespan events and x-request-id headers. Ray Serve adds such headers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -54,7 +54,7 @@ class FleetIngress:
         self._watch = asyncio.create_task(self._front.heartbeat.run())
 
     def reconfigure(self, config: dict[str, int]) -> None:
-        """Set how many answers may run at once, over all replicas. Ray Serve calls this at the start and on changes."""
+        """Set how many answers may run at once, over all replicas. Ray Serve calls this with each new configuration."""
         self._front.admission.num_rows = self._rows_per_replica * config["most_replicas"]
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

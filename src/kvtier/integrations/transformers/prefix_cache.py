@@ -33,7 +33,7 @@ CLOSE_SECONDS = 60.0
 
 _PER_ROW = (
     "adapter_names and adapters with invocation tokens (aLoRA) change the KV of only a part of the input; "
-    "with `set_adapter`, activate an adapter that applies to the whole input"
+    "use `set_adapter` with an adapter that changes the KV of the whole input"
 )
 
 
@@ -45,7 +45,7 @@ class PrefixCache:
         output = model.generate(**inputs, past_key_values=prefix.begin(**inputs), max_new_tokens=64)
 
     `store` is a store URL (docs/stores.md), or a list of URLs with the nearest store first. Blocks are saved while
-    the model computes. Thread-safe, but a model can run only one `generate` at a time.
+    the model computes. The methods are thread-safe, but a model can run only one `generate` at a time.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class PrefixCache:
         wait_seconds: float = 10.0,
         secret_file: str = "",
     ) -> None:
-        """`host_bytes` limits the memory for blocks, and therefore the longest prefix. A request waits at most
+        """`host_bytes` limits the memory for blocks, and therefore the length of a prefix. A request waits at most
         `wait_seconds` for the store. The file `secret_file` contains the key for the token digests in stored blocks.
         """
         if block_tokens < 1:
@@ -103,9 +103,9 @@ class PrefixCache:
     ) -> PrefixKV:
         """Return a cache that is filled with the longest cached prefix of these prompts.
 
-        The last token of a prompt is never in the cache. In a batch, all rows are filled up to the column where the
-        first of the cached prefixes ends. With `max_length`, return a StaticCache of this length, otherwise a
-        DynamicCache. Prompts with different salts do not share blocks.
+        The last token of a prompt is never in the cache. In a batch, all rows are filled up to the
+        leftmost column at which a row's cached prefix ends. With `max_length`, return a StaticCache of this length,
+        otherwise a DynamicCache. Prompts with different salts do not share blocks.
         """
         ids, padding = self._prompts(input_ids, attention_mask, others)
         if num_return_sequences < 1:

@@ -62,8 +62,8 @@ class RecordedRows:
         num_rows, length = self._prompts.shape
         if ids is not None and ids.shape[0] != num_rows:
             raise ArgumentError(
-                f"the model computes {ids.shape[0]} rows with a cache of {num_rows}: beams cannot share a cache, and "
-                f"num_return_sequences must be passed to `begin` too"
+                f"the model computes {ids.shape[0]} rows with a cache of {num_rows} rows: beams cannot share a "
+                f"cache, and num_return_sequences must be passed to `begin` too"
             )
         if past >= length:
             if ids is not None and ids.shape[1] > 1:  # a single token is not checked: that would wait for the GPU

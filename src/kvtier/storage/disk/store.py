@@ -79,10 +79,10 @@ class Sync(Enum):
 
 
 def default_threads() -> int:
-    """Return the number of threads: two per core, from 8 to 16. Some threads verify while others wait for the disk.
+    """Return the number of threads: two per core, but at least 8 and at most 16.
 
-    On 2 cores, 8 threads reach 89 % of the rate that is possible without verification, and 4 threads reach 71 %
-    (virtual disk, 2026-11-15).
+    Some threads verify while others wait for the disk. On 2 cores, 8 threads reach 89 % of the read rate that is
+    possible without verification, and 4 threads reach 71 % (virtual disk, 2026-11-15).
     """
     return min(16, max(8, 2 * len(os.sched_getaffinity(0))))
 
@@ -101,7 +101,7 @@ class DiskStore:
     filesystem does not support direct I/O. Each of the `num_threads` threads reads or writes one object at a time.
 
     `secret` (32 bytes) encrypts all objects, with one key per tenant, and needs the extra `crypto`. The keys are files
-    in `key_folder`, by default the subfolder `keys`. Deleting a key file makes the data of a tenant unreadable.
+    in `key_folder`, by default the subfolder `keys`. After a key file is deleted, the tenant's objects are unreadable.
     `bytes_per_day` limits the bytes that are written in 24 hours; 0 means no limit.
     """
 
@@ -187,8 +187,8 @@ class DiskStore:
     def remove(self, keys: Sequence[bytes], *, timeout_s: float | None = None) -> Results:
         """Delete objects. With Sync.WRITE, they stay deleted after a power failure.
 
-        If the owner of the folder removes an object, the object can no longer be found, even if the result is FAILED
-        because erasing its record failed. An exception is a call that the breaker refused.
+        In the folder's owner, objects leave the index before their records are erased. If erasing fails, the result is
+        FAILED, but the object can no longer be found. A call that the breaker refuses removes nothing.
         """
         begin = self._meter.begin(keys)
         outcomes = self._call(keys, self._plan_removals, timeout_s)
@@ -243,8 +243,8 @@ class DiskStore:
     def stats(self) -> StoreStats:
         """Statistics of this store and its folder.
 
-        The numbers of the folder include all processes that use it, and its counters start when the owner opens it. If
-        the numbers cannot be read, for example after `close`, return the last known ones.
+        The numbers of the folder cover all processes that use it. The folder's counters begin when its owner opens it.
+        If the numbers of the folder cannot be read, for example after `close`, return the last known numbers.
         """
         if not self._meter.is_closed:
             figures = self._ask(lambda slots: slots.figures(), _MIN_ANSWER_S)
@@ -366,7 +366,7 @@ class DiskStore:
             slots.release([entry])
 
     def _read(self, slots: Slots, entry: Entry, key: TenantKey | None, scratch: Scratch) -> tuple[memoryview, str]:
-        """Read and verify an object. If it is invalid, return empty memory and the reason."""
+        """Return the verified payload and an empty text, or empty memory and the reason why the object is invalid."""
         record = entry.record
         slot_bytes = round_up(record.total_bytes)
         room = scratch.take(slot_bytes if key is None else room_bytes(record))
@@ -421,7 +421,7 @@ class DiskStore:
         except OSError:
             slots.give_back([place])
             raise
-        # packed here, in parallel with other writes
+        # pack the record here, in parallel with other writes
         staged.packed[place] = record.pack() if key is None else seal_record(record, key)
         staged.records.append(record)
         return ObjectResult(ObjectStatus.STORED, record.nbytes)
@@ -429,7 +429,7 @@ class DiskStore:
     def _encode(
         self, write: Write, pieces: Views, key: TenantKey | None, scratch: Scratch
     ) -> tuple[Record, Sequence[memoryview]]:
-        """Return the record and the buffers to store: the pieces themselves if possible, or one joined buffer."""
+        """Return the record and the buffers to store: the pieces themselves if possible, or one new buffer."""
         if key is not None:
             view = scratch.gather(pieces)
             known = checksum(view[:ALIGNMENT])  # sufficient, because encryption authenticates the whole object

@@ -116,14 +116,14 @@ class ObjectBucket:
         return [self._fetch(name, limit) for name, limit in zip(names, limits, strict=True)]
 
     def fetch_heads(self, names: Sequence[str], nbytes: int, scratch: Scratch) -> list[bytes | None]:  # noqa: ARG002
-        """Return the first bytes of values; an empty value counts as missing."""
+        """Return the first `nbytes` bytes of each value. An empty value counts as missing."""
         return [self._head(name, nbytes) for name in names]
 
     def put(self, names: Sequence[str], values: Sequence[Parts], scratch: Scratch, *, replace: bool) -> list[Put]:
         return [self._put(name, parts, scratch, replace=replace) for name, parts in zip(names, values, strict=True)]
 
     def delete(self, names: Sequence[str]) -> list[bool]:
-        """Delete objects. S3 does not report missing objects, so look up all objects first."""
+        """Delete objects. Look up each object first, because a deletion in S3 does not report missing objects."""
         existed = self.exists(names)
         paths = [self._prefix + name for name in itertools.compress(names, existed)]
         if paths:
@@ -131,7 +131,7 @@ class ObjectBucket:
         return existed
 
     def list_names(self, cursor: str, limit: int) -> tuple[list[str], str]:
-        """Return names in order; the cursor is the last name of the previous page."""
+        """Return block names in order, and the next cursor: the last listed name, or "" at the end."""
         offset = self._prefix + cursor if cursor else None
         paths = _translate(lambda: self._list_paths(offset, limit + 1))
         names = [path.removeprefix(self._prefix) for path in paths[: limit + 1]]
@@ -139,7 +139,7 @@ class ObjectBucket:
         return ours, names[limit - 1] if len(names) > limit else ""
 
     def _list_paths(self, offset: str | None, count: int) -> list[str]:
-        """Return `count` or more paths after `offset`, if there are enough. Some servers ignore the offset."""
+        """Return at least `count` paths after `offset`, if there are enough. Some servers also list earlier paths."""
         paths: list[str] = []
         prefix = self._prefix.rstrip("/") or None
         for chunk in obstore.list(self._store, prefix, offset=offset, chunk_size=count):
