@@ -142,7 +142,7 @@ class StoreLookup:
     present: bytes = b""
     absent: bytes = b""
     probe_id: int = 0
-    """Id of the probe that ends with this lookup, else 0. Every probe ends once on each rank, even if it failed."""
+    """Id of the probe that ends with this lookup, else 0. Every probe ends once on each rank, even if it fails."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from kvtier.memory import Event, Placement, Stream, context
 
 
 class Streams:
-    """A stream for the engine thread and a stream for the executor.
+    """One stream for each side. The sides are the engine thread and the executor.
 
     On the CPU, a stream is a thread. Without `threads` there are no streams on the CPU, and work runs immediately.
     """
@@ -101,7 +101,7 @@ class Executor:
         if self._thread is not None:
             self._inbound.put(None)
             self._thread.join()
-        del self._work  # breaks a reference cycle that would keep the pipeline's memory until a garbage collection
+        del self._work  # breaks a reference cycle that would keep memory allocated until a garbage collection
 
     def _run(self) -> None:
         while (batch := self._inbound.get()) is not None:

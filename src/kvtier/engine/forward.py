@@ -34,7 +34,7 @@ class SequenceInput(NamedTuple):
     """Blocks of the sequence, in order, with room for the computed and the new tokens."""
     num_logits: int = 1
     """Number of tokens at the end of `token_ids` that need logits: 0 if more prompt tokens follow, 1 to sample, and
-    k + 1 to verify k draft tokens. The tokens whose logits score prompt tokens are included."""
+    k + 1 to verify k draft tokens. If prompt tokens are scored, the number is larger."""
 
 
 @dataclass(frozen=True, slots=True)

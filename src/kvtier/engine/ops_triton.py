@@ -34,7 +34,7 @@ _TILE_F32 = (32, 32, 4, 3)  # Triton unrolls float32 dots: tiles of 128 x 64 wou
 # Decode kernel: keys per iteration, and warps. With 4 warps instead of 2, 128 rows over 1k keys take 6 % less time, but
 # 256 rows take 4 % more time (a layer with the heads of Llama-3-8B, H200, measured on 2026-11-20).
 _SPLIT_KEYS, _SPLIT_WARPS, _SPLIT_WARPS_F32 = 64, 2, 4
-_MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024  # prefill: maximum shares of the keys of a tile, minimum keys per share
+_MOST_PREFILL_SPLITS, _LEAST_SHARE = 16, 1024  # prefill: maximum number of shares of the keys, minimum keys per share
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def _attend(
     seen = new_top
     if MASKED:
         seen = tl.where(new_top == float("-inf"), 0.0, new_top)  # avoids NaN if a row sees none of these keys
-    weights, kept = tl.exp2(scores * scale - seen[:, None]), tl.exp2(top - seen)  # scaling here costs no instruction
+    weights, kept = tl.exp2(scores * scale - seen[:, None]), tl.exp2(top - seen)  # compiles to a fused multiply-add
     total = total * kept + tl.sum(weights, 1)
     v = tl.load(at[:, None] + kv_stride + dim[None, :], mask=v_mask, other=0.0)
     sums = tl.dot(weights.to(v.dtype), v, sums * kept[:, None], input_precision="ieee")

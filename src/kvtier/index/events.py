@@ -61,7 +61,7 @@ def stored_event(tier: str, node: Node, first: int, stop: int | None, namespace:
 
 
 def removed_event(tier: str, node: Node, held: Residency, first: int, stop: int | None) -> BlocksRemoved | None:
-    """Return the event that the readable blocks in [first, stop) leave a tier, or None if no block is readable."""
+    """Return the event that reports the readable blocks in [first, stop) as removed; None if none is readable."""
     stored = np.frombuffer(bytes(held.states[first:stop]), np.uint8) > WRITING
     keys = np.frombuffer(node.keys, f"V{KEY_BYTES}")[first:stop][stored].tobytes()
     return BlocksRemoved(tier, keys) if keys else None

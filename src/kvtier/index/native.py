@@ -1,4 +1,4 @@
-"""Python interface of native.c: the learned policy's work per request. All its functions also exist in Python."""
+"""Python interface of native.c, which runs the learned policy. Each function of native.c also exists in Python."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrackerState(ctypes.Structure):
     is_lru: int
     """1 if blocks are evicted in LRU order: before the first fit, and for a while after an alarm of LRUGuard."""
     capacity: int
-    """Size in blocks of a simulated LRU cache, called LRU below. LRUGuard compares its hits with the real hits."""
+    """Size in blocks of a simulated LRU cache, called LRU below. LRUGuard compares the hits in LRU with the real hits."""
     next: int
     """Number of the next touch. A touch is one use of a run of blocks by a request (see tracker.py)."""
     oldest: int
@@ -103,7 +103,7 @@ class IndexNative:
     def shadow(
         self, sizes: I64, max_marks: int, place: int, ends: F64, uses_bin: I64
     ) -> tuple[Callable[..., Any], ...]:
-        """Return native code of `play`, `_take` and `num_held` for a LearnedShadow. The arrays must stay alive."""
+        """Return native versions of `play`, `_take` and `num_held` for a LearnedShadow. The arrays must stay alive."""
         addresses = sizes.ctypes.data, max_marks, place, ends.ctypes.data, uses_bin.ctypes.data
         return self._library.kvtier_shadow(len(sizes), *addresses)  # type: ignore[no-any-return]
 

@@ -159,7 +159,7 @@ class _Live:
     """Path numbers (see `number_paths`) of the full blocks for which the trace contains ids."""
     first_token_at: float | None = None
     is_counted: bool = False  # True once `num_hits` is set
-    num_hits: int = 0
+    num_hits: int = 0  # cached blocks of the prompt at admission
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ class Simulator:
         self.scheduler.add(request, now)
 
     def _step(self) -> Step | None:
-        """Run and return one step. Return None if a merged step must first collect the results of steps in flight."""
+        """Start and return one step. Before a merged step, first wait for the steps in flight and return None."""
         self._take_reports()
         self._steps.choose(min(self._next_arrival, self._worker.next_end) - self._now)
         if self._steps.count > 1 and self._in_flight:

@@ -86,14 +86,15 @@ class Scheduler:
         if len(self._steps) == MAX_IN_FLIGHT:
             raise StateError(f"{MAX_IN_FLIGHT} steps have no results yet; call update() first")
         builder = _StepBuilder(self.config.max_step_tokens)
-        # Add no rows while a step in flight waits for loads. If a load fails, `update` finds its blocks absent and
-        # ignores the waiting row. A second load of these blocks, for a new row, would make them present again.
+        # Add no rows while a step in flight waits for loads. If such a load fails, its blocks become absent, and
+        # `update` ignores the row that waited for them. If a new row loaded the same blocks again, they would no longer
+        # be absent, and `update` would accept the wrong result of the row that waited.
         if not self.is_paused and not any(step.loads for step, _ in self._steps):
             self._build(builder, now)
         copies = []
         for row in builder.rows:
             allocation = _held(row.request)
-            if row.first == allocation.num_cached_tokens:  # the first row; runs again after `discard`
+            if row.first == allocation.num_cached_tokens:  # the first row, or the row that replaces it after `discard`
                 self.manager.on_scheduled(allocation, now=now)
                 if allocation.copy is not None:
                     copies.append(allocation.copy)
@@ -158,7 +159,7 @@ class Scheduler:
         return failed
 
     def discard(self, step: Step, now: float) -> None:
-        """Drop the step after a failed step. Its running requests get new rows."""
+        """Drop the step that follows a failed step. Requests of the dropped step that still run get new rows."""
         self._take_oldest(step)
         if self._steps:
             raise StateError("only the last step can be discarded, because later rows build on its results")
@@ -180,7 +181,7 @@ class Scheduler:
             self._release(request, now)
 
     def _continue(self, request: Request, builder: _StepBuilder, now: float) -> None:
-        """Add a row for a running request. If blocks are short, preempt or refuse requests, or wait for transfers."""
+        """Add a row for a running request. If too few blocks are available, preempt or refuse a request, or wait."""
         if request in builder.to_preempt or not self._may_continue(request, now):
             return
         first = request.num_scheduled
@@ -210,8 +211,8 @@ class Scheduler:
                 if self._is_moving(request, shortage):
                     builder.is_full = True
                     return
-                # The request already holds all available blocks. Other requests may have published equal blocks later.
-                # After a restart, the request shares these blocks. Refuse it if a restart did not help.
+                # The request holds all blocks that it can get. Other requests may have published copies of some of
+                # these blocks. After a restart, the request shares the copies. Refuse it if a restart did not help.
                 if request.stuck_at == request.chain.num_tokens:
                     self._to_waiting(request, now)
                     self._refuse(request, builder, _no_room(shortage), now)
@@ -285,7 +286,7 @@ class Scheduler:
                 builder.take(Row.of(request, min(stop - found.num_cached_tokens, builder.budget)))
 
     def _allocate(self, request: Request, budget: int, now: float) -> Allocation | Shortage | None:
-        """Allocate KV for a waiting request. Return a Shortage if blocks are short; None if its prefetch restarts."""
+        """Allocate KV for a waiting request. Return a Shortage, or None if the request must wait for its prefetch."""
         prefetch = request.prefetch
         allocation = self.manager.match(
             request.chain,
@@ -309,8 +310,8 @@ class Scheduler:
         """Return a Shortage if the whole prompt does not fit together with the unfinished prompts of running requests.
 
         Return None also if no other request could free blocks. Without this check, a prompt would be computed in part,
-        preempted for lack of room and computed again. With 16 users and room for 3 prompts, the repeated work doubled
-        the total (2026-11-16).
+        preempted for lack of room and computed again. With 16 users and room for 3 prompts, this doubled the work
+        (2026-11-16).
         """
         prompts = [allocation, *(_held(each) for each in self._running if not each.is_generating)]
         own = [each for each in prompts if tenant_of(each.chain.salt) == tenant_of(request.chain.salt)]
@@ -404,7 +405,8 @@ class Scheduler:
     def _victim(self, request: Request, shortage: Shortage) -> Request:
         """Select a running request to preempt, possibly `request` itself.
 
-        Among requests that could help and have no higher priority, select the lowest priority, then the latest arrival.
+        Only requests whose blocks could resolve the shortage and whose priority is at most that of `request` qualify.
+        Among these, select the lowest priority, then the latest arrival.
         """
         others = [
             other
@@ -497,7 +499,7 @@ class _StepBuilder:
         self.preempted: list[Request] = []
         self.refused: list[Request] = []
         self.to_preempt: list[Request] = []
-        """Requests to preempt that have a row in flight. They get no row, so that the next step can preempt them."""
+        """Requests that must be preempted but have a row in flight. They get no new row; the next step can preempt them."""
         self.is_full = False
         """True if a running request has to wait until transfers or a step in flight release blocks."""
 

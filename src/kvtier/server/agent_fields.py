@@ -36,7 +36,7 @@ MESSAGES_FIELDS: Mapping[str, ApiField] = MappingProxyType(
         "top_k": _honoured("Anthropic"),
         "tools": _honoured("Anthropic", "type `custom`; other types are skipped and named in `x-kvtier-ignored`"),
         "tool_choice": _honoured("Anthropic"),
-        "thinking": _honoured("Anthropic", "sets `enable_thinking` of the template; no budget"),
+        "thinking": _honoured("Anthropic", "sets `enable_thinking` of the template; a budget has no effect"),
         "output_config": _honoured("Anthropic", "`format`; `effort` has no effect"),
         "output_format": _honoured("Anthropic", "old name of `output_config.format`"),
         "metadata": _ignored("Anthropic", "API keys identify tenants"),

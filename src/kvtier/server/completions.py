@@ -328,7 +328,7 @@ def _restriction(prepared: _Prepared) -> str | None:
 
 
 def _event(job: HttpJob, outputs: list[Output], opened: set[int]) -> bytes:
-    """Return the events for new outputs. A choice that is not in `opened` gets an opening event and is added."""
+    """Return the events for new outputs. A choice that is not in `opened` is added and gets an opening event."""
     data = b""
     for index, mine in _by_choice(job, outputs).items():
         if index in opened and not job.options.continuous_usage_stats:

@@ -115,7 +115,7 @@ FIELDS: Mapping[str, ApiField] = MappingProxyType(
         "spaces_between_special_tokens": _ignored("ct", "vLLM", "special tokens are not shown"),
         "media_io_kwargs": _ignored("c", "vLLM", "text only"),
         "mm_processor_kwargs": _ignored("c", "vLLM", "text only"),
-        "enable_thinking": _honoured("c", "vLLM", "the variable in `chat_template_kwargs`"),
+        "enable_thinking": _honoured("c", "vLLM", "a variable of the template, as in `chat_template_kwargs`"),
         "add_generation_prompt": _honoured("c", "vLLM", "false ends the prompt after the last message"),
         "continue_final_message": _honoured("c", "vLLM", "the answer continues the last message"),
         "add_special_tokens": _honoured("ct", "vLLM", "in chat completions only `false`"),

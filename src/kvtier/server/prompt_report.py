@@ -47,7 +47,7 @@ class PromptReport:
         self._has_ids: set[int] = set()
 
     def text(self, index: int) -> str:
-        """Return the text of the prompt in the first call for a choice if `echo` is set, else an empty text."""
+        """Return the prompt's text if `echo` is set and this is the first call for a choice, else an empty text."""
         if not self.echo or index in self._has_text:
             return ""
         self._has_text.add(index)

@@ -225,7 +225,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
     add_generation_prompt: bool | None = None
     """False ends the prompt after the last message, without the start of an answer."""
     continue_final_message: bool | None = None
-    """True if the answer continues the last message, which is the assistant's."""
+    """True if the answer continues the last message, which must be from the assistant."""
     enable_thinking: bool | None = None
     """Variable of the chat template. The same variable in chat_template_kwargs has precedence."""
     parse_special: bool = False
@@ -245,7 +245,7 @@ class ChatRequest(Sampling):  # POST /v1/chat/completions
 
     @property
     def token_limit(self) -> tuple[str, int | None]:
-        """Name and value of the field with the smallest limit for the answer. The value is None without a limit."""
+        """Name and value of the field with the smallest limit for the answer. The value is None if no limit is set."""
         limits = (("max_completion_tokens", self.max_completion_tokens), ("max_tokens", self.max_tokens))
         given = [(name, limit) for name, limit in limits if limit is not None]
         return min(given, key=lambda limit: limit[1], default=("max_tokens", None))

@@ -4,7 +4,7 @@
       0      8  magic
       8      2  format version
      10      2  flags: 1 = the payload is compressed with zlib, 2 = the object is corrupt (quarantined)
-     12      4  size of the token ids after the payload
+     12      4  size of the token ids, which follow the payload
      16      8  sequence number; of two records with the same key, the one with the higher number is valid
      24      4  number of the segment that contains this record
      28      4  slot in the segment

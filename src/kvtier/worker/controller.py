@@ -33,7 +33,7 @@ from kvtier.worker.store_io import StoreWorker
 
 @dataclass(slots=True)
 class _CopyJob:
-    """A load, or saves of a plan that are copied together. There is one copy per cache group."""
+    """One load, or several saves of a plan that are copied together. There is one copy per cache group."""
 
     transfers: tuple[TransferRequest, ...]
     copies: list[TransferHandle]
@@ -174,7 +174,7 @@ class CacheController:
         self._copy(tuple(transfer for transfer in plan.transfers if transfer.route is Route.DEVICE_TO_HOST), after)
 
     def poll(self, *, loads_only: bool = False) -> list[Report]:
-        """Return the results since the last call, without waiting. `loads_only` leaves copies to the host for later."""
+        """Return the results since the last call, without waiting. With `loads_only`, a later call reports saves."""
         for report in self._transfers.poll(only_urgent=loads_only):
             self._take(report)
         from_stores, lookups = self._stores.take()

@@ -1,4 +1,4 @@
-"""The Serve application of a fleet."""
+"""The Ray Serve application of a fleet, which consists of a front end and engine replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvtier.integrations.ray.replica import EngineReplica
 _HEAD = "node:__internal_head__"  # only the head node has this resource, so an actor that needs it runs there
 _QUIET = MappingProxyType({"enable_access_log": False})  # kvtier logs requests itself
 MAX_REPLICAS = 64
-"""Maximum number of replicas of a router. During an update, both the old and the new replicas count."""
+"""Maximum number of replicas that a router can choose from. During an update, old and new replicas count."""
 _MOST_ONGOING = 100_000  # so large that Ray Serve never limits requests; the front end limits them instead
 
 

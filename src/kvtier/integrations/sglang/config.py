@@ -31,7 +31,7 @@ class HiCacheSettings:
     revision: str = ""
     """Revision of the weights. A persistent store needs it, unless the model name is an existing path."""
     timeout_s: float = 2.0
-    """Timeout of a lookup. Reads and writes have `gib_timeout_s` more for each GiB."""
+    """Timeout of a lookup. Reads and writes get `gib_timeout_s` seconds more for each GiB."""
     gib_timeout_s: float = 4.0
     secret_file: str = ""
     """File with the secret key of the digests in stored objects. The digests are computed from page hashes."""

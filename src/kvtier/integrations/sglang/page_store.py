@@ -2,7 +2,7 @@
 
 SGLang does not catch exceptions of a backend. An exception would end a thread of the server. After an error, methods
 therefore return "not found" or "not stored". PageStore counts all errors and logs the first error of each kind. The
-deadline of a call grows with the number of bytes. After a call has returned, even with an error, the store no longer
+deadline of a call grows with the number of bytes. After a call has returned, successfully or not, the store no longer
 writes to the memory that was passed to the call.
 
     object key   SHA-256( fingerprint of the namespace | page hash [ | "." | pool name, except for the KV pool ] )
@@ -35,7 +35,7 @@ Value = TypeVar("Value")
 _CLEAR_SECONDS = 60.0  # time limit of `clear`, checked once for about every 4,096 objects
 _STORE_SHARE = 0.9
 """Share of a deadline that the store may use. The rest is for finishing the copy of a page and waking the calling
-thread. Together, both took 20 ms at a load average of 20 on 2 cores (measured on an EPYC, 2026-11-18)."""
+thread. These two took 20 ms in all at a load average of 20 on 2 cores (measured on an EPYC, 2026-11-18)."""
 
 
 class PageStore:
@@ -126,7 +126,7 @@ class PageStore:
     # ---- tensors ---------------------------------------------------------------------------------------------------
 
     def get_tensors(self, hashes: Sequence[str], targets: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Fill one tensor per page. Return the tensor of each page that was found, and None for each other page."""
+        """Fill one tensor per page. Return the tensor of each page that was found, and None for a missing page."""
         nothing: list[torch.Tensor | None] = [None] * len(hashes)
         begin = self._clock()
 

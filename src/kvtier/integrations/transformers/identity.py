@@ -1,4 +1,4 @@
-"""Identity of a model's KV. Models with equal identities share blocks. Rejects models whose KV cannot be cached."""
+"""Identity of a model's KV, and checks that the KV can be cached. Models with equal identities share blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def base_model_of(model: Any) -> PreTrainedModel:
         raise ArgumentError(f"PrefixCache needs a PreTrainedModel of transformers, got {type(model).__name__}")
     name = type(base).__name__
     if base.config.is_encoder_decoder or not base.can_generate():
-        raise ArgumentError(f"{name} is not a decoder that generates text; only decoders have prefixes")
+        raise ArgumentError(f"{name} is not a decoder that generates text; only the KV of decoders can be cached")
     supports_dynamic_cache: Any = base._supports_default_dynamic_cache
     if not supports_dynamic_cache():
         raise ArgumentError(f"{name} does not use a DynamicCache; its state cannot be divided into blocks of tokens")
@@ -126,7 +126,7 @@ def model_state(model: PreTrainedModel) -> tuple[object, ...]:
 
 
 def adapter_of(model: PreTrainedModel) -> bytes:
-    """Return the identity of the active, unmerged PEFT adapters: names, scales, samples of weights. Empty if none."""
+    """Return a digest of the active, unmerged PEFT adapters: names, scales and sampled weights. Empty if none."""
     digest, is_active = hashlib.sha256(), False
     for name, layer in adapter_layers(model):
         active = (

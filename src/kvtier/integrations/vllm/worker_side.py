@@ -5,8 +5,8 @@
 
 Loads wait for the work that was queued before the step, because earlier kernels may still use the target blocks. Loads
 run during the forward pass. On a GPU, loads start after the launch of the forward pass. On a CPU, the forward pass is
-synchronous, so loads start before it. Saves wait for the forward pass, which writes their source blocks. During a step,
-only `poll` waits for transfers, and only if the step computes no tokens.
+synchronous, so loads start before it. Saves wait for the forward pass, which writes their source blocks. In a step that
+computes no tokens, `poll` waits briefly for transfers. In all other steps, no method waits for transfers.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
     10      6  zeros
     16     16  random key id; each sealed record contains the id of its key
     32     12  nonce
-    44 32 + n  encrypted: key of the tenant, and name of the tenant with n bytes
+    44 32 + n  encrypted: key of the tenant (32 bytes) and name of the tenant (n bytes)
      -     16  tag, which also authenticates the first 32 bytes
 
 Deleting a file makes all data of the tenant unreadable at once, even for a running store. The next write of the tenant
@@ -114,7 +114,7 @@ class TenantKeys:
             self._forget(self._by_tenant.get(tenant))
             return True
 
-    # --- with the lock
+    # --- called with the lock held
 
     def _load(self) -> None:
         foreign: set[bytes] = set()

@@ -1,4 +1,4 @@
-"""Bucket: the interface of RemoteStore to a server. It reads and writes named values in batches.
+"""Bucket: reads and writes named values on a server, in batches. RemoteStore uses this interface.
 
 One file per kind of server implements the interface (redis.py, objects.py, mooncake.py). A bucket has no records,
 checksums or deadlines. RemoteStore detects values that a server has lost, changed or swapped.
@@ -68,7 +68,7 @@ class Bucket(Protocol):
     def put(self, names: Sequence[str], values: Sequence[Parts], scratch: Scratch, *, replace: bool) -> list[Put]:
         """Write values. Without `replace` a bucket may skip existing names.
 
-        The value is computed when `values[i]` is accessed. This access may raise a BucketError.
+        Value i is computed when `values[i]` is accessed. This access may raise a BucketError.
         """
         ...
 
