@@ -37,7 +37,7 @@ class TrackerState(ctypes.Structure):
     is_lru: int
     """1 if blocks are evicted in LRU order: before the first fit, and for a while after an alarm of LRUGuard."""
     capacity: int
-    """Size in blocks of a simulated LRU cache, called LRU below. LRUGuard compares the hits in LRU with the real hits."""
+    """Size in blocks of a simulated LRU cache, called LRU below. LRUGuard compares hits in LRU with real hits."""
     next: int
     """Number of the next touch. A touch is one use of a run of blocks by a request (see tracker.py)."""
     oldest: int

@@ -499,7 +499,7 @@ class _StepBuilder:
         self.preempted: list[Request] = []
         self.refused: list[Request] = []
         self.to_preempt: list[Request] = []
-        """Requests that must be preempted but have a row in flight. They get no new row; the next step can preempt them."""
+        """Requests to be preempted that have a row in flight. They get no new row, and the next step preempts them."""
         self.is_full = False
         """True if a running request has to wait until transfers or a step in flight release blocks."""
 
