@@ -21,7 +21,7 @@ class TimelineSpan:
     track: str
     """Thread or stream of the op: "engine", "executor", "engine stream" or "executor stream"."""
     phase: int
-    """-1 for ADD and REMOVE, because these ops belong to no batch. `step` is then -1 too."""
+    """Phase of the op's batch. ADD and REMOVE belong to no batch: their `phase` and `step` are -1."""
     step: int
     num_rows: int
     start: float = 0.0
@@ -78,7 +78,7 @@ class Timeline:
             recorded = tuple(self._on_streams)
         spans = []
         for span, origin, origin_time, begin, end in recorded:
-            with contextlib.suppress(Exception):  # skip failed work; callers of Stream.synchronize get its error
+            with contextlib.suppress(Exception):  # skip failed work; Stream.synchronize raises the error
                 start, stop = (origin_time + origin.elapsed(place) / 1e3 for place in (begin, end))
                 spans.append(replace(span, track=f"{span.track} stream", start=start, end=stop))
         return tuple(spans)

@@ -15,13 +15,13 @@ from kvtier.errors import ArgumentError, StoreError
 if TYPE_CHECKING:
     from kvtier.storage import Store
 
-_UNBOUNDED = 1 << 62  # capacity in bytes; a store of this size never evicts objects
+_UNBOUNDED = 1 << 62  # with this capacity in bytes, a store never evicts objects
 _SECRET = "file with the 32 bytes that encrypt the store"
 _WHERE = "folder of a disk tier, or URL of a store such as redis://host or s3://bucket/prefix"
 
 
 def add(commands: Commands) -> None:
-    text = "Show the contents of a store by model and layout. A server may be using it."
+    text = "Show the contents of a store by model and layout. Works while a server uses the store."
     examples = "kvtier inspect ~/kv\nkvtier inspect redis://cache --objects --json"
     command = add_command(commands, "inspect", text, examples, inspect, "STORE")
     command.add_argument("where", metavar="STORE", help=_WHERE)
@@ -32,10 +32,10 @@ def add(commands: Commands) -> None:
     command = add_command(commands, "verify", text, examples, verify, "STORE")
     command.add_argument("where", metavar="STORE", help=_WHERE)
     command.add_argument("--secret", metavar="FILE", help=_SECRET)
-    text = "List the tenants of an encrypted disk tier. Deleting a key deletes all data of a tenant on this disk."
+    text = "List the tenants of an encrypted disk tier. Deleting the key of a tenant deletes its data on this disk."
     examples = "kvtier keys ~/kv/keys --secret secret\nkvtier keys ~/kv/keys --secret secret --delete shop"
     command = add_command(commands, "keys", text, examples, keys, "FOLDER")
-    command.add_argument("folder", metavar="FOLDER", help="folder with the keys; a server may be using it")
+    command.add_argument("folder", metavar="FOLDER", help="folder with the keys; works while a server uses it")
     command.add_argument("--secret", metavar="FILE", required=True, help=_SECRET)
     command.add_argument("--delete", metavar="TENANT", help="delete the key of this tenant")
 

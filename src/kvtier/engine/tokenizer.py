@@ -59,9 +59,9 @@ _REPLACEMENT = "\ufffd"
 _USUAL_CHARS, _PIECE_CHARS = 8, 1 << 14
 _NFC_SHRINKS = 3  # NFC makes text at most 3 times shorter: three jamo (9 bytes) become a syllable (3 bytes)
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # text of a token for one byte, in tokenizers with byte fallback
-_CONTROL, _USER_DEFINED = 3, 4  # token types of GGUF whose text must not be split
-# Patterns that split text before byte pairs are merged, by the value of tokenizer.ggml.pre in GGUF. None selects the
-# pattern of ByteLevel.
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF's types of tokens whose text must not be split
+# For each value of tokenizer.ggml.pre in GGUF, the pattern that splits text before byte pairs are merged. None selects
+# the pattern of ByteLevel.
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -133,7 +133,7 @@ class Tokenizer:
         """Largest number of bytes of text that one token can represent; None if the limit is not known.
 
         The limit is known only for byte-level tokenizers that have no normalizer except NFC, and no added tokens that
-        strip white space. In their vocabulary, each character represents one byte. Added tokens are plain text.
+        strip white space. In their vocabulary, each character represents one byte. Added tokens are stored as text.
         """
         config = json.loads(self.to_json())
         steps, added, normalizer = config["pre_tokenizer"] or {}, config["added_tokens"], config["normalizer"] or {}

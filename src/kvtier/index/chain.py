@@ -296,7 +296,7 @@ class Chain:
         return self._keys[first:stop]
 
     def take_keys(self, node: Node) -> None:
-        """If a node on the path of this chain has keys, copy missing keys from the node and its ancestors."""
+        """Copy missing keys from a node on the path of this chain and from its ancestors, if the node has keys."""
         stop = min(node.stop, self.num_blocks)
         if len(self._keys) < stop and node.keys:
             keys = b"".join([part.keys for part in node.upwards()][::-1])

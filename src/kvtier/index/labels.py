@@ -11,7 +11,7 @@ A class is a combination of features. The features describe a block and the last
     hint     the client's hint about the next request           see `Hints`; learned separately for each tenant
 
 All tenants that are not frequent share one value of `tenant`. Their hints are ignored, because false hints of one
-tenant would affect the others. The limits between values come from a prototype. Other limits have not been measured.
+tenant would affect the others. The limits between values come from a prototype. No other limits were tried.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Outcome:
 
 
 class Busiest:
-    """Gives up to seven frequent keys the numbers 1 to 7. All other keys have the number 0.
+    """Assigns the numbers 1 to 7 to at most seven frequent keys. All other keys have the number 0.
 
     A key gets a number when its count is at least 32 and a number is free. All counts are halved after every 4096
     occurrences of keys. A key whose count is then below 32 loses its number.
@@ -163,7 +163,7 @@ class Cells:
         return number
 
     def when_over(self, cell: int) -> int:
-        """Return the class with the features of `cell` and the hint "over", or `cell` if there can be no such class."""
+        """Return the cell of the class that differs from `cell` only by the hint "over", or `cell` if there is none."""
         *others, tenant, _ = (int(value) for value in self.features[cell])
         if tenant == OTHER_TENANT:
             return cell

@@ -35,8 +35,8 @@ class Lease:
     table: I32
     retention: Retention
     stopped: MissReason | None
-    """Reason why the match ended (MissReason.NONE if every requested block matched). None if the tree lacks the next
-    block, or if the lease does not come from RadixTree.match."""
+    """Reason why the match ended (MissReason.NONE if every requested block matched). None if the tree lacks the block
+    after the matched ones, or if the lease does not come from RadixTree.match."""
     matched_at: int  # logical time
     num_matched: int = field(init=False)
     duplicate_slots: list[I32] = field(init=False, default_factory=list)
@@ -45,7 +45,7 @@ class Lease:
     """Last node that `publish` added for this lease. The next call of `publish` may append to it."""
     committed: bool = field(init=False, default=False)  # True after `RadixTree.commit`
     began: tuple[float, int] = field(init=False, default=(0.0, 0))
-    """For the learned policy: time of the first use, and number of blocks of the chain at that time."""
+    """For the learned policy: time when the lease first counted as a use, and number of blocks of the chain then."""
     closed: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:

@@ -47,7 +47,7 @@ class Lookahead:
         self.num_blocks -= count
         if node.leases:
             self._leased[node] = node.usage.used
-            if len(self._leased) > 64 + 2 * len(self.queue):  # forget nodes that did not return
+            if len(self._leased) > 64 + 2 * len(self.queue):  # drop nodes that cannot return
                 self._leased = {node: used for node, used in self._leased.items() if node.leases and node.attached}
 
     def __contains__(self, node: Node) -> bool:

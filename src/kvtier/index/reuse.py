@@ -40,11 +40,11 @@ WIDTHS: F64 = np.diff(EDGES)
 LIMITS: list[float] = EDGES[1:-1].tolist()
 ENDS = [*LIMITS, math.inf]
 NATIVE_ENDS, NATIVE_USES = np.array(ENDS), np.array(USES_BIN, np.int64)  # arrays for native code
-# PRIOR and ENOUGH count typical observations. Their weight is sum(weight^2) / sum(weight), but at least 1.
+# PRIOR and ENOUGH count typical observations, which have the weight max(1, sum(weight^2) / sum(weight)).
 PRIOR = 4.0  # the hit rates of the prototype changed little with 1 and with 16
 ENOUGH = 8.0  # needed for the first fit; the policy is LRU until then
 DECAY, DECAY_REQUESTS = 0.98, 128  # the weight of an observation halves in about 4,400 requests, as in the prototype
-MAX_FACTOR = 16.0  # limits a factor and its inverse, for example if no block with some feature was ever used again
+MAX_FACTOR = 16.0  # limits a factor and its inverse, for example if no block with some feature value was used again
 NOISE = 1.2  # values are rounded down to powers of this factor, because smaller differences are mostly noise
 _IS_LATER = np.tri(NUM_BUCKETS, dtype=np.bool_).T
 """Entry [i, j] is True if j >= i."""
@@ -96,7 +96,7 @@ class ReuseTable:
         self._squares *= factor
 
     def fit(self, cells: I64, ages: F64, weights: F64) -> None:
-        """Compute the values. The first fit needs ENOUGH events. The arguments are the open observations."""
+        """Compute the values. The first fit needs ENOUGH events. The arguments are observations that have not ended."""
         typical = max(1.0, self._squares / max(self._weight, 1e-9))
         if self._weight <= ENOUGH * typical and not self.is_fitted:
             return

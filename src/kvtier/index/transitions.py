@@ -44,7 +44,7 @@ def begin_write(lease: Lease, tier: Tier, first: int, slots: Slots) -> None:
     for node, low, high, _ in parts:
         held = node.held[tier.number]
         if held is not None and held.states.count(ABSENT, low, high) != high - low:
-            raise StateError(f"{tier.name} already holds some of blocks [{node.start + low}, {node.start + high})")
+            raise StateError(f"{tier.name} already holds some of the blocks [{node.start + low}, {node.start + high})")
     for node, low, high, at in parts:
         tier.put(node, low, Slots(slots.tier, slots.ids[at : at + high - low].copy()), WRITING)
 
@@ -79,7 +79,7 @@ def _change(lease: Lease, tier: Tier, first: int, count: int, table: bytes, prob
         after = before.translate(table)
         if 0 in after:
             blocks = f"[{node.start + low}, {node.start + high})"
-            raise StateError(f"blocks {blocks} of {tier.name} {problem}: {before.hex(' ')}")
+            raise StateError(f"blocks {blocks} of {tier.name} {problem}; states: {before.hex(' ')}")
         changes.append((held.states, low, high, after))
     for states, low, high, after in changes:
         states[low:high] = after

@@ -83,7 +83,7 @@ class _Replica:
 def replica_costs(model: ModelSpec, gpu: GpuSpec, block_tokens: int) -> ReplicaCosts:
     """Estimate the costs of a replica with a roofline model, for steps whose time is limited by arithmetic.
 
-    A store is assumed to have a tenth of the link's bandwidth.
+    Loads from a store are assumed to have a tenth of the bandwidth of loads from host memory.
     """
     cost, many = Roofline(model, gpu).seconds, 4096  # with this many tokens, arithmetic takes longer than memory access
     one, two = cost(Work(1, many, 0, 0)), cost(Work(1, 2 * many, 0, 0))

@@ -101,7 +101,7 @@ class ForeignKeys:
 
 
 def _salt(event: Mapping[str, Any]) -> bytes:
-    """Return a zero byte and the salt of the prompt, or nothing if the prompt has no salt.
+    """Return a zero byte and the salt of the prompt, or b"" if the prompt has no salt.
 
     The `extra_keys` of a prompt's first block can contain the name of the adapter and the salt. Raise ArgumentError for
     blocks with images or embeddings, because these blocks have other extra keys too.

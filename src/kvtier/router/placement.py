@@ -33,7 +33,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)  # spreads small numbers, which other engin
 _HALF = np.uint64(32)
 _ZERO = np.uint64(0)
 _ONE = np.uint64(1)
-_ALL = np.uint64((1 << 64) - 1)  # mask of a shared block: one bit for each possible replica
+_ALL = np.uint64((1 << 64) - 1)  # each mask word of a shared block: the bits of all replicas, including later ones
 
 
 def hashes_of(keys: bytes, key_bytes: int = 32) -> U64:

@@ -55,7 +55,7 @@ def _template_call(call: dict[str, Any]) -> dict[str, Any]:
     try:
         arguments = json.loads(function["arguments"] or "{}")
         check_depth({"arguments": arguments})
-    except (ValueError, RecursionError):  # the model wrote invalid JSON; the template gets the text
+    except (ValueError, RecursionError):  # invalid or too deep JSON: the template gets the text
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 

@@ -13,7 +13,7 @@ MAX_PRIORITY = 1000
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 _GPU_STEP_TOKENS = 512
 _CPU_STEP_TOKENS = 128
-"""Larger steps delay the tokens of all other requests, and do not speed up prefill much. For a prompt of 2,048 tokens,
+"""On a CPU, larger steps hardly speed up prefill, but delay the tokens of other requests. For a prompt of 2,048 tokens,
 steps of 512 instead of 128 tokens reduce the time from 3.4 to 3.1 ms per token (SmolLM2-135M, one core of an EPYC,
 2026-11-19)."""
 _POLICIES = ("lru", "fifo", "arc", "s3fifo", "cost", "learned")
@@ -67,7 +67,7 @@ class EngineOptions:
     )
     """A higher value delays the tokens of other requests. It makes prefill faster until the processor is busy."""
     phases: int = option(
-        0, "steps in flight; with 2, a step is scheduled while the previous step runs; 0: 2 on a GPU, else 1"
+        0, "steps in flight; with 2, a step is scheduled while the previous step runs; 0: 2 on a GPU, 1 on a CPU"
     )
     draft_tokens: int = option(0, "tokens to draft per step by n-gram lookup; 0: off")
     threads: int = option(0, "number of torch threads; 0: automatic")
@@ -98,7 +98,7 @@ class Limits:
     drain_seconds: float = option(30.0, "time for requests to finish after SIGTERM")
     prepare_seconds: float = option(5.0, "time to tokenize a long prompt or to compile a schema")
     prepare_processes: int = option(2, "worker processes that tokenize and compile")
-    buffered_bytes: int = option(64 << 20, "total size of bodies that are read or prepared", "max_buffered_bytes")
+    buffered_bytes: int = option(64 << 20, "total size of bodies that are being read or prepared", "max_buffered_bytes")
     """One tenant may use at most half of this size. The first 64 KiB of each body do not count."""
     response_bytes: int = option(64 << 20, "size of a response that is not streamed", "max_response_bytes")
     """Only responses with log-probabilities get this large."""
@@ -112,7 +112,8 @@ class Limits:
     """Calls that save or clear stores take the longest."""
     connections: int = option(1024, "open connections; fewer if ulimit -n is low", "max_connections")
     connections_per_address: int = option(512, "open connections from one address", "max_connections_per_address")
-    """An address is an IPv4 address or an IPv6 /64 network. The limit is at most three quarters of the total limit."""
+    """An address is an IPv4 address or an IPv6 /64 network. At most three quarters of all connections can
+    come from one address."""
     url_bytes: int = option(8 << 10, "length of a URL; longer URLs get 414", "max_url_bytes")
     header_bytes: int = option(64 << 10, "total size of all headers; larger headers get 431", "max_header_bytes")
     headers: int = 100

@@ -38,7 +38,7 @@ _MAX_TOKEN_ID = (1 << 31) - 1
 TokenId = Annotated[int, Field(ge=0, le=_MAX_TOKEN_ID)]
 _INT64 = 1 << 63
 MAX_FIELDS = 64  # limit for objects with known fields; the largest request has 57 fields
-_MAX_PROMPTS = 128  # maximum number of prompts in a body; `Limits.answers` limits n times the number of prompts
+_MAX_PROMPTS = 128  # maximum number of prompts in a body; see also `Limits.answers`
 # Nesting limit for arbitrary JSON, because serializing recurses once per level (pydantic fails at 255).
 _MAX_DEPTH = 100
 

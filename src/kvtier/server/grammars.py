@@ -26,7 +26,7 @@ class AnswerGrammar(NamedTuple):
     """Path of the grammar in the request body, for `ApiError.param`."""
 
     def error(self, error: ApiError) -> ApiError:
-        """Return a copy of an error in the grammar. The copy names the request field."""
+        """Return a copy of `error` whose message begins with the name of the request field."""
         return ApiError(error.status, f"{self.field}: {error.message}", self.param, error.code)
 
 

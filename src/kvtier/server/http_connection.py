@@ -38,7 +38,7 @@ class HttpConnection(HttpToolsProtocol):
         self._table = table
         self._request_log = log
         self._place = Place.NORMAL
-        self._deadline: asyncio.TimerHandle | None = None  # timer of the current phase: first wait, head or closing
+        self._deadline: asyncio.TimerHandle | None = None  # limits the wait for the first byte, the head and closing
         self._stall: asyncio.TimerHandle | None = None  # runs while the client does not read the response
         self._in_head = False
         self._is_busy = False

@@ -38,8 +38,8 @@ Mover = Callable[[PathName, CopyContext, Pieces], PathName]
 """Executes independent copies: copy_paths.run_path, or a replacement in tests."""
 
 
-# Priority of the kernel stream; lower numbers run first. The copy streams of a lane have other priorities, because
-# torch's pool can return the same stream twice for one priority. Kernels on a copy stream would wait for its copies.
+# Priority of the kernel stream; lower numbers run first. Copy streams have other priorities, because torch's pool
+# can return the same stream twice for one priority. Kernels on a copy stream would wait for its copies.
 _FIRST = -2
 _SLOW = 0.96  # minimum share of the best rate; copies reach 0.93 with a slow kernel stream, otherwise 0.98 or more
 _TIMED_BYTES = 32 << 20  # smaller copies are not timed
@@ -47,7 +47,7 @@ _JUDGED = 4  # copies to time for each decision, because other traffic may slow 
 
 
 class StagingRing:
-    """Device memory for one direction, allocated on first use. Not thread-safe; callers hold the lock of the lane."""
+    """Device memory for one direction, allocated on first use. Not thread-safe; the caller holds a lock."""
 
     def __init__(self, direction: Direction, placement: Placement, config: TransferConfig, mover: Mover) -> None:
         self._direction = direction

@@ -24,7 +24,7 @@ FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors of a disk that is healthy but full."""
 ALREADY_STORED = ObjectResult(ObjectStatus.STORED, reason="already stored")
 _MAX_NAMES = 100
-"""Maximum number of segment numbers that one write tries if their file names are in use."""
+"""Maximum number of segment numbers to skip because their file names are in use."""
 
 
 def slot_bytes_for(nbytes: int) -> int:
@@ -35,10 +35,11 @@ def slot_bytes_for(nbytes: int) -> int:
 class SlotAllocator:
     """The slots of a folder, with their metadata and files.
 
+    A segment consists of slots of equal size, and a table with one record per slot. A record describes the object in
+    its slot. To blank a record means to overwrite it with zeros, so that the slot can be reused.
+
     `_lock` protects the metadata. It is never held during I/O, so that a hanging disk blocks only the threads that
     access the disk. `_growth` ensures that only one thread at a time creates or deletes segments, or evicts objects.
-
-    To blank a record means to overwrite it with zeros in the table of its segment, so that the slot can be reused.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class SlotAllocator:
         self._catalog = Catalog()
         self._segments: dict[int, Segment] = {}
         self._blanked: set[int] = set()
-        """Segments whose blanked records may not be flushed to the disk yet."""
+        """Segments with blanked records that are perhaps not on the disk yet."""
         self._unsynced: set[int] = set()
-        """Segments whose objects may not be flushed to the disk yet, because a process has written without sync."""
+        """Segments with objects that are perhaps not on the disk yet, because they were written without sync."""
         self._going: set[SlotRef] = set()
         """Slots of replaced objects whose records are being blanked."""
         self._wiped = threading.Condition(self._lock)
@@ -73,7 +74,7 @@ class SlotAllocator:
         """Objects that `discard` has removed but whose records are not blanked yet."""
         self._folder_id = self._find_folder()
         self._late: set[SlotRef] = set()
-        """Slots to which a client is still writing although its connection ended. They become free later."""
+        """Slots to which a client (another process) still writes after its connection ended. Freed later."""
         try:
             self._recover(sync)
         except OSError as error:
@@ -116,7 +117,7 @@ class SlotAllocator:
                 self._trim()
 
     def _trim(self) -> None:
-        """Delete the least recently used segments until the files are within the limit. Keep segments with holds."""
+        """Delete the least recently used segments until the files fit the limit. Keep segments with held objects."""
         while self.used_bytes > self._max_bytes:
             with self._lock:
                 coldest = self._catalog.coldest_segment()
@@ -151,7 +152,7 @@ class SlotAllocator:
             return entries
 
     def _use_same(self, record: Record, sync: bool) -> bool:
-        """True if an equal object is stored. This counts as a use of the object. With `sync`, flush the object."""
+        """True if an equal object is stored. If so, count a use of the stored object, and with `sync`, flush it."""
         with self._lock:
             entry = self._catalog.find(record.key)
             if entry is None or not record.is_same_object(entry.record):
@@ -165,7 +166,7 @@ class SlotAllocator:
         return True
 
     def sync_object(self, entry: Entry) -> None:
-        """Flush the segment of a held object, if it has changes that may not be on the disk."""
+        """Flush the segment of a held object, unless all objects of the segment are known to be on the disk."""
         if entry.record.segment in self._unsynced:
             self._sync_objects([entry.record.segment])
 
@@ -199,8 +200,8 @@ class SlotAllocator:
         """Reserve a slot for an object. Evict other objects if space is short.
 
         Return a result instead of a slot if an equal object is already stored, if there is no room, or if the daily
-        limit is reached. With `sync`, an equal stored object is flushed to the disk. Encrypted objects are compared by
-        the caller, not here.
+        write limit is reached. With `sync`, an equal stored object is flushed to the disk. Encrypted objects are
+        compared by the caller, not here.
         """
         if record.seal is None and self._use_same(record, sync):
             return ALREADY_STORED
@@ -221,7 +222,7 @@ class SlotAllocator:
     def commit(self, packed: Mapping[SlotRef, bytes], records: Sequence[Record], *, sync: bool) -> None:
         """Publish objects whose payloads are in their slots. `packed` contains their records for the tables.
 
-        If writing the records or a sync fails, free the slots and raise OSError.
+        If a write or a flush fails, free the slots and raise OSError.
         """
         numbers = sorted({place.segment for place in packed})
         try:
@@ -439,7 +440,7 @@ class SlotAllocator:
                 self._wipe([victim])
 
     def _could_grow(self, slot_bytes: int) -> bool:
-        """True if a new segment would fit into the limits if all segments were deleted."""
+        """True if a new segment would fit into the limits after all existing segments were deleted."""
         needed = self._shape(0, slot_bytes, self._segment_bytes).file_bytes
         free = self._files.free_bytes(self._folder) + self._catalog.file_bytes - needed
         return needed + self._quarantine_bytes <= self._max_bytes and free >= self._min_free_bytes

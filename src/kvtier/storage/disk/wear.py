@@ -74,7 +74,7 @@ class WriteBudget:
         return sum(self._hours.values())
 
     def _save(self) -> None:
-        """Write the file. A failure is ignored: the counts in memory still hold for this process."""
+        """Write the file. A failure is ignored, because this process uses the counts in memory."""
         self._unsaved_bytes = 0
         with contextlib.suppress(OSError):
             write_atomically(self._path, json.dumps({"hours": self._hours}).encode())

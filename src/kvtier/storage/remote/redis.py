@@ -33,11 +33,11 @@ _TRANSIENT = (
 _REFUSED = (exceptions.AuthenticationError, exceptions.AuthorizationError)  # subclasses of ConnectionError
 _ERRORS = (exceptions.RedisError, exceptions.RedisClusterException, OSError, ValueError, TypeError, IndexError)
 """Errors that the client raises. ValueError, TypeError and IndexError mean that a reply violates the protocol."""
-_SMALL_BYTES = 1 << 14  # pieces up to this size are joined, larger pieces are sent in place
+_SMALL_BYTES = 1 << 14  # pieces up to this size are joined, larger pieces are sent without a copy
 _READ_BYTES = 1 << 18  # per recv; 576 MiB/s with 256 KiB, 493 MiB/s with 64 KiB (values of 1 MiB, loopback, 2026-11-15)
 
 
-# A server runs one command at a time, so parallel puts cost CPU time. A large batch for one server is therefore split
+# A server runs one command at a time, and parallel puts cost CPU time. A large batch for one server is therefore split
 # only on four or more cores. Write rate as a share of the raw client's rate (32 objects of 1 MiB, 2 cores, 2026-11-15):
 #
 #                in one put      in eight puts
@@ -179,7 +179,7 @@ class RedisBucket:
         """Send SET commands on one connection per node, then read all replies. Return replies and errors by index.
 
         The client's pipeline is not used, because it needs each value in one piece. Joining the pieces would take as
-        long as computing the checksum.
+        long as computing the checksum of the value.
         """
         nodes: dict[Any, list[int]] = {}
         used: list[Any] = []
@@ -219,7 +219,7 @@ class RedisBucket:
     def _packed(
         self, names: Sequence[str], values: Sequence[Parts], chosen: Sequence[int]
     ) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of SET commands. A value is computed after the large pieces of earlier values were sent."""
+        """Yield the bytes of SET commands. Values that are computed on access are computed between two sends."""
         text = bytearray()
         for index in chosen:
             parts = values[index]
@@ -260,7 +260,7 @@ def _explain(error: Exception) -> BucketError:
     if isinstance(error, _REFUSED):
         return BucketError(f"access denied: {error}", is_transient=False)
     if isinstance(error, exceptions.MovedError):  # a cluster client would follow the redirection
-        return BucketError("the server is a node of a cluster; add cluster=yes", is_transient=False)
+        return BucketError("the server is a node of a cluster; add cluster=yes to the URL", is_transient=False)
     if isinstance(error, _TRANSIENT):
         return BucketError(f"{type(error).__name__}: {error}")
     if isinstance(error, exceptions.ResponseError):
