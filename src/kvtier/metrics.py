@@ -171,7 +171,7 @@ class Registry:
         if not is_named_well or len(set(labels)) < len(labels) or not all(map(_LABEL_NAME.fullmatch, labels)):
             raise ArgumentError(
                 f"{name!r} with the labels {labels} is not a valid {family.kind}: names consist of letters, digits, "
-                "_ and :; only counters end in _total; _bucket, _sum, _count and le are reserved for histograms"
+                "_ and :; counters, and only they, end in _total; _bucket, _sum, _count and le are for histograms only"
             )
         with self._lock:
             if name in self._families:

@@ -45,7 +45,7 @@ class Variant:
     name: str = "any"
     flags: tuple[str, ...] = ()
     needs: frozenset[str] = frozenset()
-    """Features that the processor must have, as in /proc/cpuinfo."""
+    """Features that the processor must have, with their names in /proc/cpuinfo."""
 
 
 _V3 = frozenset(("avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))

@@ -28,7 +28,7 @@ def add(commands: Commands) -> None:
     option("--requests", type=int, default=64, metavar="N", help="total requests")
     option("--max-tokens", type=int, default=64, metavar="N", help="tokens per answer")
     option("--prompt-words", type=int, default=64, metavar="N", help="words per prompt")
-    option("--shared-words", type=int, default=48, metavar="N", help="words at the start that all prompts share")
+    option("--shared-words", type=int, default=48, metavar="N", help="initial words that are the same in all prompts")
     option("--disconnect", type=float, default=0.0, metavar="SHARE", help="share of requests to cancel midway")
 
 

@@ -53,12 +53,12 @@ class EngineConfig:
     ghost_scales: tuple[float, ...] = ()
     """Cache sizes for which to estimate hit rates, as multiples of the real size. An empty tuple disables estimates."""
     keep_explanations: int = 1000
-    """Number of ended requests that are kept for `explain`."""
+    """Number of ended requests whose explanations are kept for `explain`."""
     tensor_parallel: int = 1
     """Number of ranks among which the model's heads are split. Each rank is a process; this process is rank 0."""
     kv_shards: int = 0
     """Number of objects per block in a store. Each object contains some of the KV heads. 0 means one object per rank.
-    All engines that share stored blocks need the same kv_shards: use the highest tensor_parallel of the engines."""
+    Engines that share stored blocks need the same kv_shards: a common multiple of their tensor_parallel values."""
     rank_timeout_seconds: float = 60.0
     """Timeout for a step on the other ranks, and for one all_reduce."""
     phases: int = 0
@@ -95,7 +95,7 @@ class Engine:
     ) -> None:
         """`stores` maps the names in config.cache.stores to open stores or URLs. The engine closes the stores.
 
-        `listener` is called with the events of the index, on the engine's thread (see publish_events).
+        `listener` is called with the events of the index, on the engine's thread (see kvtier.events.publish_events).
         """
         config = config or EngineConfig()
         models = [model, *(proposer.models if proposer is not None else ())]
@@ -135,7 +135,7 @@ class Engine:
         self._clock, self._ranks = clock, ranks
         self._ids = itertools.count()
         self._runs: deque[StepRun] = deque()  # steps in flight, oldest first
-        self._undelivered: list[Output] = []  # outputs of steps that ended between two calls of `step`
+        self._undelivered: list[Output] = []  # outputs that `_finish_steps` collected for the next call of `step`
         self._live: dict[str, EngineSequence] = {}  # sequences that have started, by the id of the scheduler request
         self._ended: dict[str, Explanation] = {}
 
@@ -191,7 +191,7 @@ class Engine:
         return outputs
 
     def abort(self, request_id: str) -> bool:
-        """Cancel all sequences of a request and release their blocks. Return False for an unknown request."""
+        """Cancel all sequences of a request and release their blocks. Return False for an ended or unknown request."""
         mine = [sequence for sequence in self._live.values() if sequence.id == request_id]
         for sequence in mine:
             self.scheduler.cancel(sequence.request, self._clock())
@@ -376,7 +376,7 @@ class Engine:
             sequence.ticket.finish()
 
     def _propose(self, proposer: Proposer) -> None:
-        """Draft tokens for generating requests. If the proposer fails, the requests continue without drafts."""
+        """Get draft tokens for requests that are generating. If the proposer fails, they continue without drafts."""
         # Requests whose blocks are being loaded are left out, because their block tables are incomplete.
         running = [each for each in self.scheduler.running if each.is_generating and not each.in_flight]
         ready = [request for request in running if request.allocation is not None and not request.allocation.is_loading]
@@ -397,7 +397,7 @@ class Engine:
 
     def _checked(self, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
         """Return the draft tokens that fit into max_tokens and the context. Raise RangeError for an invalid token."""
-        room = request.max_new_tokens - request.num_new_tokens - 1  # max_new_tokens already fits into the context
+        room = request.max_new_tokens - request.num_new_tokens - 1  # max_new_tokens is already limited by the context
         tokens, vocab = tuple(draft[: max(0, room)]), self.model.config.vocab_size
         if not all(isinstance(token, int) and 0 <= token < vocab for token in tokens):
             raise RangeError(f"draft tokens must be integers in [0, {vocab}), got {tokens}")
@@ -477,7 +477,7 @@ def _namespace(models: Sequence[Model], block_tokens: int) -> Namespace:
         linears = [each for layer in weights.layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         norms = [layer.input_norm for layer in weights.layers] + [layer.post_norm for layer in weights.layers]
         update_digest(digest, (weights.embedding, weights.norm, *norms, *(each.weight for each in linears)))
-        # Release 0.1.0 hashed only the tensors above. Models without the tensors below still have this hash.
+        # Release 0.1.0 hashed only the tensors above. A model without the tensors below still gets the same hash.
         optional = [norm for layer in weights.layers for norm in (layer.q_norm, layer.k_norm)]
         optional += [each.bias for each in linears]
         if not torch.equal(weights.inverse_frequencies.cpu(), config.rope.inverse_frequencies(config.head_dim)):

@@ -34,7 +34,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 NO_TOKEN = -1
 """The token of a row that cannot be sampled, because one of its logits is NaN or +inf, or all logits are -inf."""
 _NO_DISTRIBUTION = (
-    "no token can be sampled: a logit of this request is NaN or infinite, or every token of the vocabulary is forbidden"
+    "no token can be sampled: a logit of this request is NaN or +inf, or every token of the vocabulary is forbidden"
 )
 _CONFLICT = "no token satisfies allowed_token_ids, bad_words, min_tokens and the grammar together; relax one of them"
 
@@ -133,7 +133,7 @@ class RequestSampler:
         self.is_on_host = bool(is_restricted or self._constraint is not None or self._min_tokens or is_reported)
         """True if the host changes the logits before a token is sampled."""
         self.resident = np.concatenate((key, filters, [params.top_k], penalties, [-1, self.is_on_host]))
-        """The columns PARAMS of a head. The slot is -1 until a head is filled."""
+        """Values for the columns PARAMS of a head. The slot is -1 here. With penalties, it is set in the head."""
         self.error = ""
         """Reason why the request failed. Samples of a failed request are invalid."""
         self.has_conflict = False
@@ -168,7 +168,7 @@ class RequestSampler:
             raise NoTokenError(_CONFLICT)
 
     def counts(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], np.ndarray[Any, np.dtype[np.int32]]]:
-        """Return the tokens that the penalties use, and their counts, see IN_PROMPT."""
+        """Return token ids and their counts (see IN_PROMPT). Without a repetition penalty, the prompt is left out."""
         output, times = np.unique(np.array(self._output, np.int64), return_counts=True)
         prompt = self._in_prompt if self.params.penalties.repetition != 1.0 else output[:0]
         tokens = np.union1d(prompt, output)
@@ -239,7 +239,7 @@ def penalize(logits: torch.Tensor, counts: torch.Tensor, penalties: Penalties) -
 
 
 def _choose(logits: torch.Tensor, requests: Sequence[RequestSampler], resident: Resident) -> torch.Tensor:
-    """Sample each row. On the CPU, rows that need the same operations form a group. Overwrites the logits."""
+    """Sample each row. On the CPU, rows that need the same operations form a group. May overwrite the logits."""
     if logits.is_cuda:
         from kvtier.engine.sampling_triton import sample_rows
 
@@ -358,7 +358,7 @@ def _running(weights: torch.Tensor) -> torch.Tensor:
 def report_logprobs(
     logits: torch.Tensor, requests: Sequence[RequestSampler]
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Return the log-probabilities and most likely tokens of rows with `logprobs`, before penalties."""
+    """Return the entries of `Drawn.reports` for requests with `logprobs`. Call it before penalties are applied."""
     rows = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
     if not rows:
         return {}

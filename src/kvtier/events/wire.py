@@ -1,4 +1,4 @@
-"""The maps of vLLM's event format."""
+"""Conversion of events to the maps of vLLM's event format."""
 
 from __future__ import annotations
 

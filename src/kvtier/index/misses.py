@@ -31,7 +31,8 @@ class Miss:
 
     `time` is the logical time of the block's removal, or 0 for OTHER_SALT and NEVER_SEEN. If the match itself found the
     reason (see `Lease.stopped`), `time` is the logical time of the match. If the learned policy evicted the block
-    because of its estimated value, `value` is this value, and `cell` is the block's class. Otherwise `cell` is -1.
+    because of its estimated value, `value` is this value, and `cell` is the index of the block's class in the policy.
+    Otherwise `cell` is -1.
     """
 
     block: int
@@ -54,8 +55,8 @@ _Removal = tuple[MissReason, int, str, int, float]
 class MissList:
     """A bounded list of the most recent removals from the tree, newest last.
 
-    Eviction removes the last blocks of a node. A later match stops at the first removed block, so only this block gets
-    an entry. An entry does not identify the prefix of its block, so equal blocks at the same position of different
+    Eviction removes the last blocks of a node. A later match stops at the first of these blocks, so only this block
+    gets an entry. An entry does not identify the prefix of its block, so equal blocks at the same position of different
     prompts share an entry. The explanation of a miss can therefore be wrong. Matches do not use this list.
     """
 
@@ -74,7 +75,7 @@ class MissList:
         cell: int = -1,
         value: float = 0.0,
     ) -> None:
-        """Record the removal of a node's last blocks, starting with the block at index `block`."""
+        """Record the removal of a node's last blocks, starting with the block at index `block` of the node."""
         removed = self._removed
         mark = (node.start + block, _crc_of(node, block), node.domain)
         removed[mark] = (reason, time, policy, cell, value)

@@ -54,7 +54,7 @@ class Allocator:
         self._allocate = allocate
         self._deallocate = deallocate
         self._free_bytes = free_bytes
-        # re-entrant, because an allocation may start a garbage collection that releases a Buffer on the same thread
+        # re-entrant, because creating `stats` may start a garbage collection that releases a Buffer on the same thread
         self._lock = threading.RLock()
         self._allocated_bytes = self._peak_bytes = self._num_live = self._num_allocations = 0
 

@@ -51,9 +51,10 @@ class GatherKernels:
     pieces: tuple[_Kernel, ...]
 
     def copy(self, table: I64, nbytes: int, stream: Stream, *, over_link: bool, blocks: int | None = None) -> None:
-        """Copy independent pieces (rows SRC, DST, NBYTES) that the GPU can address, `nbytes` in total.
+        """Copy the pieces in `table`, one per column (rows SRC, DST, NBYTES). `nbytes` is their total size.
 
-        `over_link` is True if one side is host memory. `blocks` is the maximum number of thread blocks.
+        The GPU must be able to address the pieces. They may be copied in any order. `over_link` is True if one side is
+        host memory. `blocks` is the maximum number of thread blocks.
         """
         most_blocks = blocks or (_LINK_BLOCKS if over_link else _DEVICE_BLOCKS)
         count = table.shape[1]

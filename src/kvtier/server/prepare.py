@@ -86,7 +86,7 @@ class PrepareConfig:
     seconds: float
     """Time limit of one call in a worker process."""
     keeps_billing_line: bool = False
-    """False removes the billing line at the start of system texts."""
+    """If False, a billing line at the start of a system text is removed."""
 
 
 class Preparation:
@@ -379,8 +379,8 @@ def _from_validation(error: ValidationError, known: Collection[str], body: Any =
 
     If a value may have several types, pydantic reports one error for each type. The error with the longest path belongs
     to the type that fits best, so only this error is converted. Errors of validators for the whole body have no path,
-    but their message starts with the name of a field. `known` has the names of the fields of all endpoints. If `body`
-    is None, the paths of pydantic are used as they are.
+    but their message starts with the name of a field. `known` has the field names of this endpoint, and often those of
+    related endpoints. If `body` is None, the paths of pydantic are used as they are.
     """
     errors = error.errors(include_url=False, include_input=False)
     paths = [_path(each, body) for each in errors]

@@ -48,7 +48,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def serve(config: ServerConfig, *, ready: Callable[[str], object] = lambda _: None) -> int:
-    """Serve until SIGTERM, SIGINT or the engine's end. Returns 1 if the engine exited early or was killed, else 0.
+    """Serve until SIGTERM, SIGINT or the engine's end. Returns 1 if the engine exited early or with an error, else 0.
 
     Calls `ready` with the address once the server listens.
 

@@ -26,7 +26,7 @@ class State:
             raise ArgumentError(f"a State needs rows as its first dimension, got the shape {tuple(shape)}")
         size = int(np.prod(shape, dtype=np.int64))
         buffers = [Buffer(size, dtype, placement) for _ in range(2)]
-        # Buffer.holding records copies in flight. A new MemoryRef to the tensor of a Buffer would not.
+        # Copies in flight are recorded in Buffer.holding, so the Buffer frees its memory only after they have ended.
         self._front, self._back = (
             Rows("the state", buffer.torch().view(tuple(shape)), buffer.holding) for buffer in buffers
         )
@@ -46,7 +46,8 @@ class State:
     def warp(self, perm: Permutation, copy: BatchCopy, *, new: torch.Tensor | None = None) -> bool:
         """Bring the rows into a new order: record copies from front to back in `copy`, call `swap` and return True.
 
-        New rows are copied from `new`, if given. If `perm` is the identity, do nothing and return False.
+        If row i of the new order is new, it is copied from new[i]. Without `new`, its contents are undefined. If `perm`
+        is the identity, do nothing and return False.
         """
         if perm.is_identity:
             return False

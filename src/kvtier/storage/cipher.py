@@ -31,7 +31,7 @@ class Cipher:
         self._name_key = derive(secret, b"names")
 
     def name(self, key: bytes) -> str:
-        """Return a name for `key`: a digest that depends on the secret."""
+        """Return a name derived from `key`: a digest that depends on the secret."""
         return hashlib.blake2b(key, digest_size=32, key=self._name_key).hexdigest()
 
     def seal(self, data: memoryview | bytes, bound: bytes) -> bytes:

@@ -122,7 +122,7 @@ class TransferManager:
         after: Event | None = None,
         timeout: float | None = None,
     ) -> TransferHandle:
-        """Start a compiled transfer. Slices not submitted within `timeout` seconds are dropped."""
+        """Start a compiled transfer. Slices that are still queued after `timeout` seconds are dropped."""
         if self._closed:
             raise ClosedError("this TransferManager was closed; create another one")
         if compiled.cache.is_released:

@@ -59,8 +59,8 @@ class Sharding:
 class Piece:
     """The bytes [start, start + width) of each of `num_rows` consecutive rows in a rank's block.
 
-    For example, a row has the keys of one token for all heads, and the piece selects some of the heads. The first row
-    is at `offset`, and a row has `row_bytes` bytes. A contiguous piece has one row.
+    For example, a row has the K vectors of one token for all heads, and the piece selects some of the heads. The first
+    row is at `offset`, and a row has `row_bytes` bytes. A contiguous piece has one row.
     """
 
     offset: int

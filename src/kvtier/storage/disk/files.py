@@ -29,7 +29,7 @@ class Files:
         os.close(descriptor)
 
     def read(self, descriptor: int, buffer: memoryview, offset: int) -> int:
-        """Fill the buffer, and return the number of bytes read. At the end of the file, the buffer may not be full."""
+        """Read until the buffer is full or the file ends. Return the number of bytes read."""
         done = 0
         while done < len(buffer):
             count = os.preadv(descriptor, [buffer[done:]], offset + done)

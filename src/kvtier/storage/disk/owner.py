@@ -11,9 +11,9 @@
       writes payload    ------------------------------------------->     slots
       commit(records)   ------------->    publishes                      table (records)
 
-A hold keeps the slot of an object. If a process ends, the kernel closes its connections. The owner then releases the
-holds of the process and frees its reserved slots. A connection can also end while a thread of the process is still
-writing to a slot. Such a slot is locked by a byte-range lock, and the owner frees it later (space.py).
+While an object is held, its slot is not reused. If a process ends, the kernel closes its connections. The owner then
+releases the holds of the process and frees its reserved slots. A connection can also end while a thread of the process
+is still writing to a slot. That thread has locked the bytes of the slot, and the owner frees the slot later (space.py).
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class _Session:
         for each in split(data, RECORD_BYTES):
             record = unpack_record(each, self._slots.keys)
             if not isinstance(record, Record) or SlotRef(record.segment, record.slot) not in self._reserved:
-                raise OSError(errno.EINVAL, "the owner cannot read the record, or has not reserved its slot")
+                raise OSError(errno.EINVAL, "the owner cannot read the record, or the client has not reserved its slot")
             packed[SlotRef(record.segment, record.slot)] = each
             records.append(record)
         self._reserved -= packed.keys()

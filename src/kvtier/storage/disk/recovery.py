@@ -136,7 +136,7 @@ class Recovered:
     quarantined: list[Record] = field(default_factory=list)
     """Objects that an earlier process marked as corrupt."""
     foreign: list[SlotRef] = field(default_factory=list)
-    """Slots whose objects this process cannot decrypt, because their encryption keys need another secret."""
+    """Slots whose objects this process cannot decrypt, because another secret protects their encryption keys."""
     num_bad: int = 0
     """Number of invalid records and segment headers."""
     quarantine_bytes: int = 0
@@ -206,7 +206,7 @@ def _check_sealing(folder: str, shapes: Sequence[SegmentHeader], keys: TenantKey
 
 
 def _read_shape(files: Files, folder: str, number: int, names: dict[str, int]) -> SegmentHeader | None:
-    """Return a segment's header, or None if it is unreadable, has a wrong number, or has more slots than any file."""
+    """Return a segment's header, or None if it is invalid, has a wrong number, or has too many slots for both files."""
     data = bytearray(SUPERBLOCK_BYTES)
     descriptor = files.open(os.path.join(folder, table_name(number)))
     try:

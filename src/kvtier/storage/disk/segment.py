@@ -130,7 +130,7 @@ class TableContents(NamedTuple):
     num_bad: int
     """Number of invalid records. `read_table` has blanked them."""
     foreign: list[int]
-    """Slots whose records cannot be decrypted, because their encryption keys need another secret."""
+    """Slots whose records cannot be decrypted, because another secret protects their encryption keys."""
 
 
 class Segment:
@@ -164,7 +164,7 @@ class Segment:
 
     @classmethod
     def create(cls, files: Files, folder: str, shape: SegmentHeader, *, direct: bool) -> Segment:
-        """Create the files of a segment, then rename the table to its final name. If a step fails, delete the files."""
+        """Create the files of a segment, then give the table its final name. If either step fails, delete the files."""
         slots, table = (os.path.join(folder, name(shape.number)) for name in (slots_name, table_name))
         made = []
         try:

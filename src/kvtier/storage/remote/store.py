@@ -51,7 +51,7 @@ class RemoteStore:
 
     At most `num_threads` requests run in parallel. `where` names the server in messages. A request with a transient
     error is retried up to `num_retries` times. The wait before a retry is random. Its upper limit is `first_wait_s`
-    seconds for the first retry, and doubles for each further retry. `stats` counts calls, not stored objects.
+    seconds for the first retry, and doubles for each further retry. `stats` does not count the stored objects.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RemoteStore:
         names = [self._envelope.name(read.key) for read in reads]
 
         def fetch(chunk: Sequence[int], batch: Batch, scratch: Scratch) -> dict[int, ObjectResult]:
-            """Settle objects. Damaged and expired objects must be deleted first, so they are only returned."""
+            """Settle objects. Return damaged and expired objects, which must be deleted before they are settled."""
             limits = [num_bytes(views[index]) + self._envelope.extra_bytes for index in chunk]
             values = self._request(batch, self._bucket.fetch, [names[index] for index in chunk], limits, scratch)
             useless = {}
@@ -239,7 +239,7 @@ class RemoteStore:
         num_requests = (is_put and limits.num_puts) or self._num_threads
         share = max(sum(sizes) / num_requests, _MIN_SHARE_BYTES)
         chunks: list[list[int]] = [[]]
-        # Both count the bytes of the last chunk. `taken` adds the bytes by which earlier chunks exceeded `share`.
+        # `nbytes` is the size of the last chunk. `taken` adds the bytes by which earlier chunks exceeded `share`.
         nbytes, taken = 0, 0.0
         for index, size in enumerate(sizes):
             is_full = taken >= share or nbytes + size > max_bytes or len(chunks[-1]) == limits.max_names
