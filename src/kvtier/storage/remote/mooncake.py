@@ -40,7 +40,7 @@ class MooncakeBucket:
     device          for rdma: the network devices, such as mlx5_0
     segment_bytes   memory that this process lends to the pool while it runs
     buffer_bytes    the client's own memory for transfers
-    admin_port      the master's administration port (its --metrics_port), needed for inventories
+    admin_port      the master's administration port (its --metrics_port), needed by `list_names`
     """
 
     # The client moves the objects of one request in parallel, so parallel requests are not faster. 32 objects of 1 MiB
