@@ -84,7 +84,7 @@ class WritebackConfig:
     write: WritePolicy = WritePolicy.THROUGH
     min_uses: int = 1
     max_blocks: int = 256
-    """Maximum number of blocks in flight. Without this limit, saves would delay loads."""
+    """Maximum number of blocks that are being saved at a time. Without this limit, saves would delay loads."""
     low_share: float = 0.25
     """With write_back, blocks are copied while less than this share of the tier above is free."""
     blocks_per_second: float = math.inf
@@ -149,7 +149,7 @@ class StoreConfig:
     """True if other processes write to the store. In this case, each request looks up the blocks that memory lacks.
     Otherwise the keys in the store are listed once at the start, and later writes are recorded."""
     max_fetching_blocks: int = 1024
-    """Maximum number of blocks in flight from the store. A larger fetch starts when no other fetch is in flight."""
+    """Maximum number of blocks in flight from the store. A fetch of more blocks starts when no other is in flight."""
     max_known: int = 1 << 22
     """Maximum number of recorded keys. A key takes about 150 bytes. A key that the store has evicted stays recorded
     until a lookup or a read does not find it. If the store is not shared, kvtier's engine lowers this limit to at most

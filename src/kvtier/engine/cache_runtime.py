@@ -130,7 +130,7 @@ class StepTransfers:
         self._waits = controller.layer_waits(loads) if loads else None
 
     def before_layer(self, group: int) -> Callable[[int], None] | None:
-        """Return a function that waits until a layer of a cache group is loaded, or None if the step has no loads."""
+        """Return a function that waits until a given layer of the group is loaded, or None if the step has no loads."""
         return None if self._waits is None else partial(self._waits.before_layer, group=group)
 
     def have_arrived(self) -> bool:
@@ -245,7 +245,7 @@ class CacheRuntime:
         return states
 
     def traffic(self) -> list[TierTraffic]:
-        """Return the bytes moved between tiers, by direction."""
+        """Return the bytes moved between tiers, for each pair of source and target."""
         first = self._clock() - TRAFFIC_SECONDS
         recent: Counter[tuple[str, str]] = Counter()
         for at, ends, num_bytes in self._moved_recently:
@@ -253,7 +253,7 @@ class CacheRuntime:
         return [TierTraffic(*ends, total, recent[ends] / TRAFFIC_SECONDS) for ends, total in self._moved.items()]
 
     def pin(self, name: str, chain: Chain) -> int:
-        """Protect the cached part of a prompt from eviction until `unpin` or `reset`. Return its number of tokens."""
+        """Protect a prompt's cached tokens from eviction until `unpin` or `reset`. Return their number."""
         if name in self._pins:
             raise ArgumentError(f"the name {name!r} is pinned already; unpin it first")
         self._pins[name] = pin = self._manager.pin(chain, now=self._clock())
@@ -265,7 +265,7 @@ class CacheRuntime:
         self._manager.unpin(self._pins.pop(name))
 
     def prefetch(self, chain: Chain) -> int:
-        """Fetch a prompt's blocks from stores, unless computing is faster. Return the number of blocks that arrived."""
+        """Fetch a prompt's blocks from stores, unless computing them is faster. Return the number of blocks fetched."""
         prefetch = self._manager.prefetch(chain, now=self._clock())
         if prefetch is None:
             return 0
@@ -360,7 +360,7 @@ class CacheRuntime:
         try:
             self._admin.save_all()
             self._drain_saves()
-            # If `resize_host` fails, the tier keeps its old size and loses only the blocks beyond the new size.
+            # If `resize_host` fails, the tier keeps its old size. Only blocks in slots beyond the new size are lost.
             self._admin.vacate(tier, num_blocks)
             self._controller.resize_host(num_blocks, [group.cache for group in self._groups])
             self._admin.resize(tier, num_blocks)
@@ -408,7 +408,7 @@ class CacheRuntime:
             self._moved_recently.popleft()
 
     def _must_fit(self, tier: str, num_blocks: int) -> None:
-        """Raise RangeError if there is not enough memory for `num_blocks`. Called before any block is evicted."""
+        """Raise RangeError if there is not enough memory for the new size. Called before any block is evicted."""
         device = self._groups[0].cache.device if tier == "device" else torch.device("cpu")
         # ranks share the host memory, but each rank has its own GPU
         block_bytes = self._block_bytes

@@ -190,7 +190,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(
-            f"the safetensors are quantized ({method}); use an unquantized folder, or a GGUF file of the same model"
+            f"the safetensors are quantized ({method}); use a folder with unquantized weights, or a GGUF file"
         )
 
 

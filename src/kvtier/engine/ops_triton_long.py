@@ -21,8 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 #     paged kernel        32      145      267     183     329     345       380
 #     this kernel         20      123      298     202     438     492       488
 LONG_LIMITS = (512, 2048 * 2048)
-# Query rows, keys, warps, stages. Speed of a prefill, as a share of the speed of a large matrix product (H200, measured
-# on 2026-11-19):
+# Query rows of a tile, keys per iteration, warps, stages. Speed of a prefill, as a share of the speed of a large matrix
+# product (H200, measured on 2026-11-19):
 #     prompt tokens        2k      8k     32k
 #     64, 64, 4, 3       .811    .785    .716
 #     128, 128, 8, 3     .794    .781    .732
@@ -63,7 +63,7 @@ def _long_prefill(
     inside = (token < count)[:, None] & (row < TOKENS * GROUP)[:, None]
     q = tl.load(q_ptr + at * q_stride + column, mask=inside, other=0.0)
     position = context - count + token
-    whole = (context - count + tile * TOKENS + 1) // KEYS * KEYS  # every query sees all keys below this index
+    whole = (context - count + tile * TOKENS + 1) // KEYS * KEYS  # all queries of the tile see the keys below it
     last = tl.minimum(context, context - count + (tile + 1) * TOKENS)
     top = tl.full([ROWS], -1e30, tl.float32)
     total = tl.zeros([ROWS], tl.float32)

@@ -3,6 +3,8 @@
     SETUP     host -> staging    rows that are new or that the host has changed
     PREPARE   staging -> State   `State.warp` and `State.append` move old rows, and add new rows and new blocks
     FORWARD   State -> State     the step writes the sampled token and the next position of each row
+    UNPREP    tokens -> staging  the sampled tokens, so that the next step does not overwrite them
+    FETCH     staging -> host    the sampled tokens
 
 If rows and blocks stay the same, SETUP and PREPARE of a decode step copy nothing. Each batch in flight has a number,
 its phase. Each phase has its own staging memory.
@@ -298,7 +300,7 @@ def _free(used: set[int]) -> int:
 
 
 def _with_new(perm: Permutation, new: list[int]) -> Permutation:
-    """Return `perm` with more rows marked as new."""
+    """Return `perm` with the rows `new` marked as new too."""
     if not new or perm.is_new[new].all():
         return perm
     index = perm.index.copy()

@@ -61,7 +61,7 @@ class EngineRunner:
         deliver: Callable[[Output | None], object],
         **options: Any,
     ) -> Future[str]:
-        """Add a request. The engine thread calls `deliver` with each output, then with None. `leave` ends the calls."""
+        """Add a request. The engine thread calls `deliver` with each output, and with None at the end."""
 
         def add(engine: Engine) -> str:
             name = engine.add(prompt, params, **options)
@@ -71,6 +71,7 @@ class EngineRunner:
         return self.call(add)
 
     def leave(self, name: str) -> None:
+        """Cancel a request and stop its calls of `deliver`."""
         if not self._closed.is_set():
             self.call(lambda engine: (self._listeners.pop(name, None), engine.abort(name)))
 

@@ -28,7 +28,7 @@ class Proposer(Protocol):
     def propose(self, requests: Sequence[Request], groups: Sequence[DeviceCacheGroup]) -> list[tuple[int, ...]]:
         """Return at most `num_tokens` draft tokens per request. `groups` are the cache groups of `models`.
 
-        Their caches contain the KV of every token of a request except the last one.
+        The caches of the groups contain the KV of every token of a request except the last one.
         """
 
 

@@ -1,8 +1,8 @@
 """LearnedShadow: simulates the learned policy (see learned.py) at several cache sizes.
 
 The simulated caches hold marks instead of blocks. A mark is a hash of a prompt up to a position (see ghost.py). The
-value of a mark depends on its class and its age. It does not depend on the size of the cache, so one ReuseTable serves
-all sizes. The class of a mark consists only of the features `uses` and `new` (see labels.py).
+value of a mark depends on its class and its age, but not on the size of the cache, so one ReuseTable serves all sizes.
+The class of a mark consists only of the features `uses` and `new` (see labels.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvtier.index.labels import Cells, new_label
 from kvtier.index.native import IndexNative
 from kvtier.index.reuse import F64, LIMITS, NATIVE_ENDS, NATIVE_USES, ReuseTable
 
-# The values of the marks are computed after 32, 64, 128, .. requests with marks, and later after every 1024 requests.
+# The ReuseTable is fitted after 32, 64, 128, .. requests with marks, and later after every 1024 requests.
 _FIRST_FIT, _LAST_FIT = 32, 1024
 _MEMORY = 8  # marks that are remembered, as a multiple of the largest cache
 _MAX_USES = 4
@@ -166,7 +166,7 @@ class MarkCache:
         return len(marks)
 
     def use(self, marks: list[int], states: OrderedDict[int, Mark], table: ReuseTable, now: float) -> None:
-        """Add marks to the cache, or update their places. If it is too full, evict the marks with the lowest values."""
+        """Add marks to the cache, or update their places. If the cache is too full, evict the marks of lowest value."""
         for mark in marks:
             state = states[mark]
             self._held[mark] = state.place

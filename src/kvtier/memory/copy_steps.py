@@ -122,7 +122,7 @@ def plan_steps(
 
 
 def run_steps(steps: Sequence[CopyStep], stream: Stream | None, holdings: list[MemoryRef]) -> None:
-    """Run the steps in order. Except in a capture, keep the memory in `holdings` alive until the steps are done."""
+    """Run the steps in order. Except in a graph capture, keep `holdings` alive until the steps are done."""
     if not steps:
         return
     if not any(step.job.on_device for step in steps):
@@ -146,7 +146,7 @@ def _run_all(steps: Sequence[CopyStep], _kept: list[MemoryRef]) -> None:
 
 
 def _runs(kinds: I64 | None, count: int) -> Iterator[tuple[int, slice]]:
-    """Yield each run of pieces that have the same direction, as (index of the direction, slice)."""
+    """Yield each run of consecutive pieces with the same direction, as (index of the direction, slice)."""
     if kinds is None:
         yield 0, slice(0, count)
         return

@@ -87,7 +87,7 @@ class MemoryNative:
     def sort_moves(
         self, device_ids: I64, host_ids: I64, num_device: int, num_host: int, *, to_host: bool
     ) -> I64 | None:
-        """Return three rows: order, sorted device ids, sorted host ids. None: an id is invalid, or a target repeats."""
+        """Return rows (order, sorted device ids, sorted host ids), or None if an id is invalid or a target repeats."""
         n = len(device_ids)
         flat = np.empty(4 * n, np.int64)
         ids = address_of(device_ids), address_of(host_ids)

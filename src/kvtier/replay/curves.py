@@ -122,7 +122,7 @@ def stack_distances(accesses: Accesses) -> I64:
     positions  ..  p ........ s ...          p: the previous use, s: start of the request that uses the block again
                       ^ a block that is used several times in (p, s) counts once, at its last use before s
 
-    The distance is the number of positions in (p, s), minus those whose next use is before s.
+    The distance is the number of positions in (p, s), minus those whose block is used again before s.
     """
     # Within a request, the last block counts as the least recently used.
     lengths = np.diff(accesses.starts)

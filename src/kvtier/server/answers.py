@@ -26,7 +26,7 @@ _SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")  # Hermes and Qwen write "arguments", Llama 3 writes "parameters"
 _MAX_NAME = 256  # limit in characters for each key and value of a call, except for its arguments
 CallForm = Literal["none", "tagged", "bare", "list", "arguments"]
-"""none: no calls. tagged: in <tool_call> tags. bare: without tags. list, arguments: see the states LIST, ARGUMENTS."""
+"""none: no calls. tagged: in <tool_call> tags. bare: without tags. list, arguments: see LIST and ARGUMENTS above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ class _CallScanner:
 
     def _keep(self, char: str) -> None:
         self._token.append(char)
-        # Only arguments may be long. They are kept here if the model writes them as a string.
+        # Only arguments may be long. `_token` contains them if the model writes them as a string.
         if len(self._token) > _MAX_NAME and self._key not in _ARGUMENTS:
             self.status = "failed"
 
@@ -257,7 +257,7 @@ class AnswerParser:
         self._scanner = _CallScanner()
         self._raw = ""
         """Text of a call whose name is not known yet. The text becomes content if it turns out not to be a call."""
-        self._is_open_call = False  # True once the first part of the current call has been added to the parts
+        self._is_open_call = False  # True once `_parts` has received the first part of the current call
         self.num_calls = 0
         self._arguments: list[str] = []
         """Pieces of the arguments, used only with the form "arguments"."""

@@ -34,7 +34,7 @@ from kvtier.server.field_types import (
 from kvtier.server.protocol import ChatRequest
 
 _MAX_BLOCKS = 4096  # maximum number of content blocks in a message
-# Field of the chat request -> the field of this API from which it is translated. Errors name the field of this API.
+# Field of the chat request -> the field of this API that it comes from. Error responses name the field of this API.
 NAMES: Mapping[str, str] = MappingProxyType(
     {
         "response_format.json_schema.schema": "output_config.format.schema",
@@ -46,7 +46,7 @@ NAMES: Mapping[str, str] = MappingProxyType(
 
 
 class Loose(Strict):
-    """Base model of parts of messages and tools. Unknown fields, such as cache_control, have no effect."""
+    """Base model of the parts of a request. Unknown fields, such as cache_control, have no effect."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -199,7 +199,7 @@ class Thinking(Loose):
 
 
 class SchemaFormat(Loose):
-    """JSON that follows a schema."""
+    """Answer format: JSON that follows a schema."""
 
     model_config = ConfigDict(populate_by_name=True)
 
@@ -243,7 +243,7 @@ class CountTokensRequest(Strict):
         return self.model_copy(update={"messages": [], "system": None, "tools": None})
 
     def to_chat(self) -> ChatRequest:
-        """Return the chat request. A ValidationError names fields of the chat request."""
+        """Return the chat request. A ValidationError names fields of the chat request, which `names` translates."""
         return ChatRequest(**self._chat_fields())
 
     def _chat_fields(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Scattered(Sequence[memoryview]):
         is_inside = self.offsets.shape == self.sizes.shape and self.offsets.ndim == 1 and len(self.offsets)
         if not is_inside or min(self.offsets.min(), self.sizes.min()) < 0 or self._stop > len(self.memory):
             raise ArgumentError(
-                f"{len(offsets)} offsets and {len(sizes)} sizes do not describe parts of {len(self.memory)} bytes"
+                f"{len(offsets)} offsets and {len(sizes)} sizes do not fit a buffer of {len(self.memory)} bytes"
             )
 
     @property
@@ -186,7 +186,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Store these bytes. They must not change until the call returns."""
+    """Store `payload` under this key. The payload must not change until the call returns."""
 
     key: bytes
     label: Label
@@ -211,7 +211,7 @@ class Page:
 
     objects: tuple[StoredObject, ...]
     cursor: str
-    """Cursor for the next call; empty after the last page. If the store failed, the cursor of the failed call."""
+    """Cursor for the next call; empty after the last page. If the call failed, the cursor that was passed to it."""
     seconds: float
     reason: str = ""
     """Reason of a failure; empty if the call succeeded. A failed page contains no objects."""
@@ -303,11 +303,11 @@ class UsesMemory(Protocol):
     """
 
     def register(self, memory: memoryview) -> None:
-        """Prepare memory for copies of blocks from or to this memory, until `unregister`. Idempotent."""
+        """Prepare `memory` for copies of blocks into it and out of it, until `unregister`. Idempotent."""
         ...
 
     def unregister(self, memory: memoryview) -> None:
-        """Release memory. Unknown memory is ignored."""
+        """Undo `register`. Memory that is not registered is ignored."""
         ...
 
 

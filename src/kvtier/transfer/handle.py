@@ -5,9 +5,9 @@ QUEUED ──> RUNNING ──────────────> DONE
   ├───────────┼─(cancel)──────────> CANCELLED
   └───────────┴─(deadline)────────> LATE
 
-A transfer is submitted in slices, each with (parts of) some blocks. A block counts as moved if all slices with parts of
-this block arrived. There is no report before all submitted slices have ended, so no copy touches a block after the
-report. If a slice fails, the report says FAILED even if the transfer was also cancelled or late.
+A transfer is submitted in slices (see compiled.py). The layers of a block can be in several slices. The block counts as
+moved if all these slices arrived. There is no report before all submitted slices have ended, so no copy touches a block
+after the report. If a slice fails, the report says FAILED even if the transfer was also cancelled or late.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class TransferHandle:
         error = CancelledTransferError(f"transfer {self.id} was cancelled before this block was moved")
         return self._drop_rest(error, TransferStatus.CANCELLED)
 
-    # ---- called by the lane ----
+    # ---- called by the lane (lane.py), which submits the slices ----
 
     @property
     def compiled(self) -> CompiledTransfer:

@@ -57,7 +57,7 @@ class Scrubber:
             return taken
 
     def use(self, hosts: Sequence[HostMemory], num_slots: int) -> None:
-        """Switch to new memory, whose first `num_slots` slots are a copy of the old memory."""
+        """Switch to new memory. Its first `num_slots` slots were copied from the old memory."""
         with self._reading, self._lock:
             self._hosts = hosts
             self._new = {slot: None for slot in self._new if slot < num_slots}

@@ -23,7 +23,7 @@ from kvtier.server.errors import ApiError
 from kvtier.server.messages import PING, Reply, StepOutputs, Submit, decode_message, encode_message
 
 _log = logging.getLogger("ray.serve")
-# Raised if a replica, its node or the deployment fails or refuses a request. Another replica can run the request.
+# Raised if a replica, its node or the deployment fails or refuses a request. Another attempt may succeed.
 _LOST = (RayError, RayServeException, BackPressureError, DeploymentUnavailableError, ClosedError, OSError)
 _RETRY_SECONDS = 0.2  # pause before another attempt
 _GRACE_SECONDS = 5.0  # added to the deadline of the replica, so that the front end reports a timeout first
@@ -37,7 +37,7 @@ class FleetEngine:
                         --replica lost before the first output--> routed again, for up to `retry_seconds`
                         --replica lost later--> status 503, because the client may already have a part of the answer
 
-    Control calls go to all replicas (calls in `_LOCAL` to one), and the replies without an error are merged.
+    Control calls in `_LOCAL` go to one replica. Other control calls go to all, and replies without an error are merged.
     """
 
     pid = 0

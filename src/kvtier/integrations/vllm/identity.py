@@ -20,11 +20,11 @@ _UNRELATED = ("_name_or_path", "transformers_version", "_commit_hash", "architec
 def namespace_of(
     config: ConnectorConfig, vllm_config: Any, group: CacheGroup, num_shards: int, page_format: str
 ) -> Namespace:
-    """Return the namespace of a cache group. All ranks and all engines that share blocks have the same namespace.
+    """Return the namespace of a cache group. It is the same on all ranks and in all engines that share blocks.
 
-    `num_shards` is the number of ranks, or 1 if every rank holds all data. `page_format` describes the form of a page,
-    such as attention backend and layout. Raise ArgumentError if a store is persistent and the revision of the weights
-    is unknown.
+    `num_shards` is the number of ranks, or 1 if every rank holds all data. `page_format` describes the format of
+    one layer of a block, such as attention backend and layout. Raise ArgumentError if a store is persistent and the
+    revision of the weights is unknown.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     revision = config.revision or _revision_of(vllm_config)
@@ -32,7 +32,7 @@ def namespace_of(
     if not revision and persistent:
         raise ArgumentError(
             f"the revision of the weights of {model.model} is unknown, and {', '.join(persistent)} keeps blocks after "
-            f"this process ends: set `revision` in kv_connector_extra_config, and change it with the weights"
+            f"this process ends: set `revision` in kv_connector_extra_config, and change it whenever the weights change"
         )
     block_tokens = cache.block_size
     whole = KVLayout(block_tokens, (_of_all_ranks(group, num_shards),))

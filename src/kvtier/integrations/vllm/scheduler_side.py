@@ -50,12 +50,12 @@ class TrackedRequest:
     may_save: bool = True
     may_load: bool = True
     has_run: bool = False
-    """True if the request was in a step since its last admission. Before this step, its blocks may not be computed."""
+    """True if the request was in a step since its last admission. Otherwise, its blocks are possibly incomplete."""
     was_loaded: bool = False
     saves: set[int] = field(default_factory=set)
     """Ids of saves in flight, except for saves that began before a preemption."""
     tokens_from: dict[str, int] = field(default_factory=dict)
-    """Loaded tokens by tier."""
+    """Number of loaded tokens by tier."""
     miss: str = ""
 
 
@@ -71,7 +71,7 @@ class SchedulerSide:
         drops_last_block: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With `drops_last_block`, offer one block less, because EAGLE needs hidden states of the last hit block."""
+        """With `drops_last_block`, offer one block less, because EAGLE needs the hidden states of the last block."""
         self._config, self._extra_keys, self._clock = config, extra_keys, clock
         self._num_device_blocks = num_device_blocks
         self._drops_last_block = drops_last_block
@@ -107,7 +107,7 @@ class SchedulerSide:
         self._block_tokens = first.namespace.block_tokens
 
     def use_pool(self, pool: Any) -> None:
-        """Use vLLM's BlockPool to hold the device blocks of saves."""
+        """Set vLLM's BlockPool, in which saves hold references to their device blocks."""
         self._pool = pool
 
     @property
@@ -157,7 +157,7 @@ class SchedulerSide:
     def on_allocated(self, request: Any, block_ids: Sequence[int], num_tokens: int) -> None:
         """Plan a load of `num_tokens` offered tokens into device blocks, and end the offer and the prefetch.
 
-        Blocks that vLLM has dropped are not loaded. vLLM calls this again with 0 tokens after the load.
+        Blocks that vLLM has dropped (outside the window) are not loaded. After a load, vLLM calls this with 0 tokens.
         """
         tracked, now = self._tracked(request), self._clock()
         if num_tokens and tracked.offer is not None:
@@ -175,7 +175,7 @@ class SchedulerSide:
         self._end_prefetch(tracked)
 
     def tokens_from(self, request: Any) -> Mapping[str, int]:
-        """Return the loaded tokens of a request by tier."""
+        """Return the number of loaded tokens of a request by tier."""
         return self._tracked(request).tokens_from
 
     # ---- steps -----------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ class SchedulerSide:
 
     @property
     def has_work(self) -> bool:
-        """True if vLLM should run steps without requests: for saves and loads, due transfers, or a new namespace."""
+        """True if vLLM should run steps without requests: for new transfers, saves and loads, or a new namespace."""
         transfers = self.manager.transfers
         return bool(
             transfers.has_plan
@@ -352,7 +352,7 @@ class SchedulerSide:
         tracked.saves.discard(number)
         if 0 in done.arrived:
             tracked.saved = SavePoint()  # the next save copies every missing block
-        # vLLM evicts blocks in the order of their release. Free the end of the prefix first, as it is least useful.
+        # vLLM evicts blocks in the order of their release. Release the last block first, as it is the least useful.
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
     def _on_loaded(self, done: PendingTransfer) -> None:

@@ -4,7 +4,7 @@
     request   JSON: [method, argument, ..]
     reply     JSON: [null, result, ..], or [errno, text] after an error. The method "release" has no reply.
 
-The data of a message are concatenated keys or records. In the reply to "contains", they are one byte 0 or 1 per key.
+The data of a message are concatenated keys or records. The reply to "contains" has one byte per key as data: 0 or 1.
 The path of a Unix socket can have at most 107 bytes, but folders can have longer paths. Both sides therefore use the
 path /proc/self/fd/N/SOCKET, where N is a descriptor of the folder.
 """
