@@ -215,6 +215,8 @@ def test_bench_reports_statuses_and_latencies(server, capsys):
     assert report["ttft_p50_ms"] > 0
     assert main(["bench", "--url", "http://127.0.0.1:9", "--json"]) == 1
     assert "no kvtier server at http://127.0.0.1:9" in capsys.readouterr().err
+    assert main(["bench", "--url", f"{server.url}/other", "--json"]) == 1
+    assert f"{server.url}/other/v1/models returned status 404 (Not Found)" in capsys.readouterr().err
 
 
 def test_bench_fails_if_a_request_failed(server, capsys):

@@ -72,5 +72,8 @@ def _model(url: str, key: str) -> str:
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:
             return str(json.load(answer)["data"][0]["id"])
+    except urllib.error.HTTPError as error:
+        hint = "; set KVTIER_API_KEY to the API key of the server" if error.code == 401 else ""
+        raise UnavailableError(f"{request.full_url} returned status {error.code} ({error.reason}){hint}") from error
     except (urllib.error.URLError, OSError, ValueError, KeyError, IndexError) as error:
         raise UnavailableError(f"no kvtier server at {url}: {error}") from error
