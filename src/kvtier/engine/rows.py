@@ -29,7 +29,7 @@ from kvtier.memory import PINNED, BatchCopy, Buffer, Placement
 from kvtier.scheduler import Row
 from kvtier.state import Added, Permutation, State
 
-_TOKEN, _POSITION = 0, 1  # columns of a head, see sampling.COLUMNS
+_TOKEN, _POSITION = 0, 1  # columns of `DeviceRows.heads`, see sampling.COLUMNS
 UNKNOWN = -1
 """Stands for a token that is not on the host yet, because the step that samples it is in flight."""
 _STALE = -1  # stands for a position or count that the device does not have

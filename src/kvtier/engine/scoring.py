@@ -22,8 +22,9 @@ _CHUNK_ELEMENTS = 1 << 23  # logits in memory at a time: 32 MiB in float32, and 
 def scored_tokens(row: Row) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return the prompt tokens that a row scores. The request of the row must have a limit on cached tokens.
 
-    The logits of the last prompt token score no prompt token. If the previous row of the request is still in flight,
-    that row scores the tokens up to and including `row.first`.
+    The logits of the last prompt token score no prompt token. The tokens after index `max_cached_tokens` of the request
+    are not scored yet. If the previous row of the request is still in flight, that row scores the tokens up to and
+    including `row.first`.
     """
     request = row.request
     assert request.max_cached_tokens is not None

@@ -170,7 +170,7 @@ def _host_bytes(buffer: Buffer) -> memoryview:
     if not buffer:
         if buffer.size == 0 and buffer.dtype != dt.null:
             return memoryview(b"")
-        buffer.holding  # noqa: B018 - raises, because the Buffer is closed or has no memory
+        buffer.holding  # noqa: B018 - raises, because the Buffer has no memory
     stream = choose_stream(None, buffer.placement)
     if buffer.placement.is_device:
         host = empty_like(buffer, placement=CPU)

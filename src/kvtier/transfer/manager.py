@@ -21,7 +21,7 @@ from kvtier.transfer.lane import Lane
 from kvtier.transfer.staging import Mover
 from kvtier.transfer.strategy import Strategy, TransferConfig
 
-_UNSLICED = 1 << 62  # larger than any transfer: an urgent transfer that is not staged has one slice per layer group
+_UNSLICED = 1 << 62  # a slice size above that of any transfer, for urgent transfers that do not use staging memory
 
 
 class TransferManager:

@@ -38,8 +38,11 @@ class LayerWaits:
             self._wait(copies[group], layer, stream)
 
     def _wait(self, copy: TransferHandle, layer: int, stream: Stream | None) -> None:
-        """Wait without a time limit. With a limit, a process that was suspended for a minute would compute the layer
-        without its blocks, and the step would count as valid if the blocks arrive later."""
+        """Wait until the layer has arrived or its load has failed. After a timeout, wait again.
+
+        A wait can time out because the process was suspended. If it ended then, the layer would be computed without its
+        blocks, and the step would count as valid if the blocks arrive later.
+        """
         while True:
             try:
                 copy.layers.wait(layer, stream, self._timeout)

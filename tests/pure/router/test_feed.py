@@ -116,7 +116,7 @@ def test_feed_of_restarted_replica_starts_again():
         feed.apply(EventBatch(number, 100.0 + number, [event]))
     state = feed.apply(EventBatch(0, 200.0, [{"type": "BlockStored", "block_hashes": [7], "medium": None}]))
     assert (state, feed.next_number, blocks_of(index)) == (FeedState.LIVE, 1, {7})
-    feed.apply(EventBatch(0, 200.0, [{"type": "AllBlocksCleared"}]))  # a repeated batch
+    feed.apply(EventBatch(0, 200.0, [{"type": "AllBlocksCleared"}]))  # ignored: a batch with this number was applied
     assert blocks_of(index) == {7}
 
 

@@ -371,7 +371,7 @@ class SchedulerSide:
             tracked.prefetch = self.manager.prefetch(tracked.chain, now=now, retention=tracked.options.retention)
 
     def _count_use(self, tracked: TrackedRequest, now: float) -> None:
-        """Count a use of a request's host blocks, because the request has used copies of them on the device."""
+        """Count a use of the host blocks of a request that loaded none. It used the same blocks in vLLM's own cache."""
         allocation = self.manager.match(tracked.chain, now=now, retention=tracked.options.retention)
         self.manager.on_scheduled(allocation, now=now)
         self.manager.finish(allocation, now=now)

@@ -15,9 +15,9 @@ records in a segment of version 2 are sealed.
 The slot contains payload and token ids, encrypted together. Encryption does not change their size, because the tag is
 in the record. With a tag after the payload, an object that exactly fills a slot would need a larger slot.
 
-The tag of the payload protects all its bytes. The checksum in the plain record covers only the first 4096 bytes of the
-payload. It is used only to compare objects: if the checksums differ, the payloads need not be compared. Somebody who
-can read the disk, but has no keys, sees slot sizes, write times and bytes 0 to 47 of each record.
+The tag of the payload protects all its bytes. The checksum of an encrypted object covers only the first 4096 bytes of
+the payload. It is used only to compare objects: if the checksums differ, the payloads need not be compared. A reader of
+the disk without keys sees slot sizes, write times and bytes 0 to 47 of each record.
 """
 
 from __future__ import annotations
