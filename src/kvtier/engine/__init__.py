@@ -5,7 +5,7 @@ that need torch are imported on first use.
 """
 
 import importlib
-from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from kvtier.engine.packaged import DEFAULT_MODEL, resolve
@@ -48,16 +48,18 @@ __all__ = [
     "resolve",
 ]
 
-_MODULE_OF: Mapping[str, str] = {
-    "load_model": "checkpoint",
-    "Model": "model",
-    "ModelConfig": "model_config",
-    "InvariantOps": "ops_invariant",
-    "EngineRunner": "runner",
-    **dict.fromkeys(("Engine", "EngineConfig"), "engine"),
-    **dict.fromkeys(("LLM", "Completion"), "llm"),
-    **dict.fromkeys(("DraftProposer", "NgramProposer", "Proposer"), "speculate"),
-}
+_MODULE_OF = MappingProxyType(
+    {
+        "load_model": "checkpoint",
+        "Model": "model",
+        "ModelConfig": "model_config",
+        "InvariantOps": "ops_invariant",
+        "EngineRunner": "runner",
+        **dict.fromkeys(("Engine", "EngineConfig"), "engine"),
+        **dict.fromkeys(("LLM", "Completion"), "llm"),
+        **dict.fromkeys(("DraftProposer", "NgramProposer", "Proposer"), "speculate"),
+    }
+)
 
 
 def __getattr__(name: str) -> Any:
