@@ -111,7 +111,7 @@ def test_byte_offset_on_byte_boundary_is_bit_offset_over_eight(element, count):
 def test_byte_offset_of_element_inside_byte_raises(element, whole_bytes, data):
     per_byte = 8 // BITS[element.name]
     index = whole_bytes * per_byte + data.draw(st.integers(1, per_byte - 1))
-    with pytest.raises(ArgumentError, match=rf"element {index} of {element} .*every {per_byte} elements"):
+    with pytest.raises(ArgumentError, match=rf"element {index} of {element} .*multiples of {per_byte} elements"):
         element.offset_bytes(index)
 
 
