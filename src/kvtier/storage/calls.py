@@ -72,13 +72,18 @@ class Batch:
         """Return the results when all are set or the time is up. The caller's memory is not accessed afterwards."""
         with self._condition:
             self._condition.wait_for(lambda: not self._num_open, timeout_s)
-            self._is_expired = True
-            self._condition.wait_for(lambda: not self._num_settling)
+            self.expire()
             if self._num_open:
                 self.is_late = True
                 self.trouble = f"{self._num_open} of {len(self._outcomes)} objects not done within {timeout_s:g} s"
             late = ObjectResult(ObjectStatus.FAILED, reason=f"not done within {timeout_s:g} s")
             return tuple(outcome or late for outcome in self._outcomes)
+
+    def expire(self) -> None:
+        """End the call. Wait until `settle` no longer accesses the caller's memory."""
+        with self._condition:
+            self._is_expired = True
+            self._condition.wait_for(lambda: not self._num_settling)
 
     @property
     def is_expired(self) -> bool:
@@ -205,6 +210,7 @@ class CallRunner:
             self.submit(batch, plan(batch))
             outcomes = batch.wait(self._timeout_s if timeout_s is None else timeout_s)
         except BaseException:  # such as KeyboardInterrupt
+            batch.expire()
             self._breaker.abandon()
             raise
         self._breaker.record(batch)

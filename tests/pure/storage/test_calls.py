@@ -167,11 +167,15 @@ def test_interrupted_try_lets_the_next_call_try():
     runner.run(1, lambda batch: batch.fail("a bad disk") or [], None)
     clock.now += 1
 
-    def interrupt(_: Batch) -> list[Job]:
+    interrupted: list[Batch] = []
+
+    def interrupt(batch: Batch) -> list[Job]:
+        interrupted.append(batch)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         runner.run(1, interrupt, None)
+    assert not interrupted[0].settle({0: FOUND}, lambda: pytest.fail("a call that has ended changed memory"))
     (outcome,) = runner.run(1, lambda batch: batch.settle({0: FOUND}) and [], None)
     assert outcome.status is ObjectStatus.FOUND
     assert runner.close()
