@@ -15,7 +15,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -238,7 +238,7 @@ class Bench:
         }
 
 
-def busy_seconds(kernels: Iterable[Kernel], num_steps: int) -> float:
+def busy_seconds(kernels: Sequence[Kernel], num_steps: int) -> float:
     """Return the mean time per step in which a kernel ran, for the last `num_steps` steps. 0 if there are fewer."""
     starts = sorted(each.begin for each in kernels if each.name == FIRST_KERNEL)[-num_steps - 1 :]
     if len(starts) <= num_steps:

@@ -218,9 +218,9 @@ def verify_step(scheduler: Scheduler, step: Step, ran: Sequence[Request]) -> Non
         if row.request not in ran:
             ahead = limits.lookahead_tokens if row.wants_token else 0
             if row.request.allocation.copy is None:
-                # A hit that ends inside a block needs a copy. When slots are short, the manager can give up such a
-                # hit. Then the row stops up to BLOCK - 1 tokens earlier, but the request keeps its slots. This check
-                # cannot detect that case, so it allows slots for BLOCK - 1 more tokens without a copy.
+                # A hit that ends inside a block needs a copy. When slots are short, the manager can give up the part
+                # of the hit in this block. Then the row stops up to BLOCK - 1 tokens earlier, but the request keeps
+                # its slots. This check cannot detect that case, so it allows slots for BLOCK - 1 more tokens.
                 ahead += BLOCK - 1
             assert len(row.request.allocation.table) <= -(-(row.stop + ahead) // BLOCK), (
                 "a new request has more slots than the step needs"

@@ -52,7 +52,7 @@ def content_of(number: int, version: int) -> bytes:
 
 
 def version_in(number: int, content: bytes) -> int | None:
-    """Return the version in the header of `content`, or None if the other bytes are not of this version."""
+    """Return the version in the header of `content`, or None if it is not this version of `number`."""
     _, version = _HEAD.unpack_from(content)
     return version if content == content_of(number, version) else None
 
@@ -67,7 +67,7 @@ class Worker:
         self._store = open_folder(folder, workload, sync)
         self._own = range(place * NUMBERS_PER_PLACE, (place + 1) * NUMBERS_PER_PLACE)
         self._last: dict[int, int | None] = {}
-        """Maps each own object that was written or removed to its last version, or to None after a removal."""
+        """Maps each own object to the version of the last successful write, or to None if it was removed since."""
 
     def say(self, *words: object) -> None:
         os.write(1, (" ".join(map(str, (self._place, *words))) + "\n").encode())

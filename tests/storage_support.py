@@ -141,8 +141,8 @@ class Fault:
 class FaultyStore:
     """A MemoryStore that applies the faults in the given order, one to each call.
 
-    A hang advances the clock by the timeout of the call, except in `scan`. Faults that damage objects have no effect in
-    `scan`.
+    A hang advances the clock by the timeout of the call. In `scan`, an error or a hang only makes the call fail, and
+    faults that damage objects have no effect.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """A KvtierConnector with injected faults. vLLM processes import it through `kv_connector_module_path`.
 
-The environment variable KVTIER_FAULTS contains fields of the class Faults as JSON. Functions of vllm_scenarios change
-the faults while vLLM runs.
+The environment variable KVTIER_FAULTS contains initial values for fields of the class Faults as JSON. Functions of
+vllm_scenarios change the faults while vLLM runs.
 """
 
 from __future__ import annotations

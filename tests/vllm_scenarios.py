@@ -30,7 +30,7 @@ class Ledger:
         self._done: dict[str, int] = {}
         """Request -> number of leading blocks that need not be recorded as computed.
 
-        These are local hits, loaded blocks, and blocks already recorded.
+        These are local hits, loaded blocks (`_look` compares them), and blocks already recorded.
         """
         self._failed: set[int] = set()
         self.num_compared = 0

@@ -169,7 +169,7 @@ class SimulatedWorker:
                     self.garbage.fill(self.device, block)
 
     def end_step(self, step: StepPlan) -> None:
-        """Remove and look up objects in the store as `step.plan` says. Then start all transfers except loads."""
+        """Apply the drops and probes of `step.plan` to the store. Then start all transfers except loads."""
         plan = step.plan
         self._epoch = plan.epoch
         for drop in plan.drops:

@@ -471,7 +471,7 @@ class Place:
     completed: frozenset[int] = frozenset()
     """Tasks that must have run before this position is reached."""
     gates: frozenset[int] = frozenset()
-    """Gates that must be open before this position is reached. A gate is a task that waits for the test."""
+    """Numbers of the gates that must be open before this position is reached. A gate is an Event that a task awaits."""
     error: Exception | None = None
 
     def after(self, other: Place) -> Place:

@@ -210,7 +210,7 @@ def test_dashboard_shows_transfer_speed_as_share_of_link_limit(tiered, opened):
 def test_dashboard_charts_have_tables_and_keyboard_access(tiered, opened):
     texts = random_texts(4, 1400)
     for _ in range(2):
-        for text in texts:  # long texts, because the ghost cache takes only one sample per 1,021 tokens
+        for text in texts:  # long texts, because the ghost cache has only one mark per 1,021 tokens
             chat(tiered, text)
     page = wait_until_serving(opened(tiered.url, reduced_motion="reduce"))
     expect(page.locator("#ghost-empty")).to_be_hidden(timeout=WAIT)

@@ -1,4 +1,7 @@
-"""Request fields of OpenAI and vLLM are honoured, ignored or refused. A header of the response lists ignored fields."""
+"""Request fields of OpenAI and vLLM are honoured, ignored or refused.
+
+A header of the response lists ignored fields. An error names a refused field.
+"""
 
 from __future__ import annotations
 

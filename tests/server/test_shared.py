@@ -1,4 +1,7 @@
-"""Two servers share Redis and an S3 bucket. Conversations move between them, even if a server or a store is killed."""
+"""Two servers share Redis and an S3 bucket. Conversations move between the servers.
+
+If a server or a store is killed, no answer is lost.
+"""
 
 from __future__ import annotations
 

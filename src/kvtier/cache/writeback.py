@@ -60,7 +60,7 @@ class WritebackQueue:
         self.jobs: deque[WritebackJob] = deque(maxlen=max_jobs)
         self.num_saved_late = 0
         """Number of blocks that were copied because the tier above was about to evict them."""
-        self._allowance = config.blocks_per_second  # number of copies that may start; `plan` refills it
+        self._allowance = config.blocks_per_second  # copies that may start; `plan` adds more
         self._refilled_at: float | None = None
 
     def on_blocks_ready(self, lease: Lease, first: int, stop: int, *, queue: bool = False) -> None:

@@ -34,7 +34,7 @@ from kvtier.worker.layer_waits import LayerWaits
 from kvtier.worker.sharding import Sharding
 
 _POLL_SECONDS = 0.005
-"""Maximum time of one wait for transfers."""
+"""Maximum time of one wait for transfers. A request that arrives meanwhile is delayed by at most this time."""
 TRAFFIC_SECONDS = 5.0
 """Length of the time window for TierTraffic.bytes_per_second."""
 

@@ -49,7 +49,8 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=lambda: CacheConfig(1024))
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     graph_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    """Batch sizes for which decode steps are captured as CUDA graphs; not used on a CPU or with several ranks."""
+    """Batch sizes for which decode steps are captured as CUDA graphs. An empty tuple disables graphs. Not used on a CPU
+    or with several ranks."""
     ghost_scales: tuple[float, ...] = ()
     """Cache sizes for which to estimate hit rates, as multiples of the real size. An empty tuple disables estimates."""
     keep_explanations: int = 1000

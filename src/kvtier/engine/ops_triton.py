@@ -410,7 +410,7 @@ def prefill_splits(rows: int, most_keys: int, device: torch.device) -> int:
         without splits, ms   0.95   1.00   1.04   0.96
         with splits, ms      0.14   0.22   0.62   1.05
     """
-    tiles, processors = max(1, rows // 128), _processors(device)
+    tiles, processors = max(1, rows // 128), _processors(device)  # the rules are tuned for tiles of 128 rows
     if 4 * tiles > 3 * processors:  # the tiles occupy more than three quarters of the SMs
         return 1
     most = min(_MOST_PREFILL_SPLITS, 2 * processors // tiles, max(1, most_keys // _LEAST_SHARE))  # at most two per SM

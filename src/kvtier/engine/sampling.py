@@ -21,9 +21,10 @@ from kvtier.engine.params import Logprobs, Penalties, SamplingParams
 from kvtier.errors import KvtierError, NoTokenError
 
 COLUMNS, PARAMS = 12, slice(2, 12)
-"""Number of columns of a head, and the columns with sampling parameters. A head is the state of one row. Its
-columns are: token, position, key of the random numbers, temperature, min_p, top_p, top_k, repetition penalty, presence
-penalty, frequency penalty, slot of the token counts, is_on_host. Fractions are stored as the bits of float64."""
+"""Number of columns of a head, and the columns with sampling parameters. A head is the state of one row, in
+int64 columns: token, position, key of the random numbers, temperature, min_p, top_p, top_k, repetition penalty,
+presence penalty, frequency penalty, slot of the token counts, RequestSampler.is_on_host. Fractions are stored as the
+bits of float64."""
 SLOT = 10
 """Column with the index of the request's row in `Resident.counts`, or -1 for a request without penalties."""
 IN_PROMPT = 1 << 30

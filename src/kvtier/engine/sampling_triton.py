@@ -6,7 +6,7 @@ tokens whose scores reach a threshold, which is searched among all float32 numbe
 scores with three numbers and leaves a quarter of the range, so 16 passes are enough for 2^32 numbers. Of tokens with
 equal scores, those with the lowest ids are kept first. The sampled token is found in the running sum of the kept
 weights, in order of token id. The order of all additions depends only on the size of the vocabulary, so results are
-reproducible.
+reproducible. Weights are added in float32 inside a chunk of the vocabulary, and in float64 otherwise.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _sample_rows(
             position = tl.load(positions_ptr + row)
         if (temperature > 0) & (is_wrong == 0):
             top_k, top_p = tl.load(head + _TOP_K), _number(head, _TOP_P)
-            scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)  # for exp2; infinity times 0 is NaN
+            scale = 1.4426950408889634 / tl.maximum(temperature, 1e-30)  # for exp2; finite, as inf * 0 is NaN
             cut, ties = highest * 0 - float("inf"), tl.full((), vocab, tl.float64)
             one, count = tl.zeros((), tl.float64), tl.zeros((), tl.int32)
             if (top_k > 0) & (top_k < vocab):

@@ -10,7 +10,8 @@ cache. While values rise, the youngest candidate of the class is considered too.
     class 2   [ e ]      oldest e: value .3 until t = 15  ─┘   timers: b at 12, e at 15, a at 31
 
 Each fit of the ReuseTable computes one value per class and age bucket. A class is evaluated again when its oldest
-candidate changes or reaches the next age bucket, and after each fit. Choosing a victim takes amortised O(log n) time.
+candidate changes or reaches the next age bucket, and after each fit. Choosing a victim takes amortised O(log n) time,
+because there are only 28 age buckets.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The simulated caches hold marks instead of blocks. A mark is a hash of a prompt up to a position (see ghost.py). The
 value of a mark depends on its class and its age, but not on the size of the cache, so one ReuseTable serves all sizes.
-The class of a mark consists only of the features `uses` and `new` (see labels.py).
+The class of a mark consists only of the features `uses` and `new` (see labels.py), because the others are not recorded.
+In a real cache, `uses` has most of the effect.
 """
 
 from __future__ import annotations

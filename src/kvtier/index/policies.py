@@ -97,7 +97,7 @@ class ARC:
         self._returned: OrderedDict[tuple[int, int], None] = OrderedDict()
 
     def offer(self, node: Node) -> None:
-        """Add a node to `_frequent` if it has been used, or evicted and offered again, otherwise to `_recent`."""
+        """Add a node to `_frequent` if it has been used or has a ghost, otherwise to `_recent`. Adjust `_target`."""
         if node in self:
             return
         mark, recent, frequent = fingerprint(node), self._recent_ghosts, self._frequent_ghosts

@@ -29,7 +29,7 @@ _THREADS = 256
 # A piece is divided into parts of about this many bytes, but into at most 64 parts. A thread block copies this many
 # bytes in one pass: 256 threads x 4 loads x 16 bytes.
 _PART_BYTES = 16 << 10
-# Maximum numbers of thread blocks. Device-to-device copies use at most 8 per multiprocessor (an H200 has 132). Over
+# Maximum numbers of thread blocks. For copies on the device: 8 for each of the 132 multiprocessors of an H200. Over
 # PCIe, a few thread blocks saturate the link, and more would take multiprocessors from the model (H200, 2026-11-15).
 _DEVICE_BLOCKS = 132 * 8
 _LINK_BLOCKS = 32

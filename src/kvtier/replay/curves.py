@@ -164,7 +164,7 @@ def optimum_hits(accesses: Accesses, capacity: int) -> int:
     A kept block occupies a slot from one use to the next. A running request occupies one slot per block, or only the
     slots of its hits if it exceeds the capacity. If there are too few slots, the kept block with the latest next use is
     evicted. The next use of a block is its position in the next request that uses it. Within a prefix, the last block
-    therefore has the latest next use and is evicted first.
+    therefore has the latest next use and is evicted first. The kept blocks of a request are always its leading blocks.
     """
     following, starts = accesses.next_use().tolist(), accesses.starts.tolist()
     is_kept = bytearray(len(following) + 1)  # by position of the next use

@@ -207,7 +207,8 @@ class Summary:
     prompt_tokens_per_second: float
     answer_tokens_per_second: float
     utilisation: float
-    """Share of the time in which the GPUs compute. If steps do not overlap (`phases` 1), host time is included."""
+    """Share of the time in which the GPUs compute. If steps do not overlap (`phases` 1), host time is included. Merged
+    steps count with their host time or their device time, whichever is longer."""
     links: list[LinkSummary]
     evictions: dict[str, int]
     duplicates_evicted: int

@@ -6,7 +6,7 @@
     GAP  --replay of the missing batches-----------------------> LIVE
     any  --`restart` after at least one batch------------------> LIVE
     any  --newest batch, if its first event clears the index---> LIVE
-    any  --lower number with a newer time: replica restarted---> LIVE if the number is 0, else LATE
+    any  --lower number with a newer time: replica restarted---> index cleared; LIVE if the number is 0, else LATE
 
 Batches are applied as they arrive, even if earlier batches are missing. The index is then approximate. A wrong entry
 can cost a cache hit, but it never changes an answer, because the replica looks up the prompt itself. A replay contains

@@ -76,7 +76,8 @@ class Request:
     """Rows of the request in the steps in flight, oldest first; at most two."""
     num_computed: int = field(init=False, default=0)
     num_cached_tokens: int = field(init=False, default=0)
-    """Number of cached prompt tokens at the admission. Admissions after a preemption do not change the number."""
+    """Number of cached prompt tokens at the last admission before the first preemption. After a failed load, a request
+    is admitted again."""
     tokens_from: dict[str, int] = field(init=False, default_factory=dict)
     """Tier name -> number of cached prompt tokens. Set together with `num_cached_tokens`."""
     why_loaded: str = field(init=False, default="")

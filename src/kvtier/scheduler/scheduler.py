@@ -3,7 +3,7 @@
 The scheduler allocates KV only through the CacheManager. `now` is the caller's time in seconds, which is real in the
 engine and simulated in the replay.
 
-Two steps can be in flight. The second step is scheduled as if no request ends in the first step:
+Two steps can be in flight. The second step is scheduled as if no request ends early in the first step:
 
     schedule(t) -> schedule(t+1) -> update(t) -> schedule(t+2) -> update(t+1) ..
 

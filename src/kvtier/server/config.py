@@ -112,8 +112,8 @@ class Limits:
     """Calls that save or clear stores take the longest."""
     connections: int = option(1024, "open connections; fewer if ulimit -n is low", "max_connections")
     connections_per_address: int = option(512, "open connections from one address", "max_connections_per_address")
-    """An address is an IPv4 address or an IPv6 /64 network. At most three quarters of all connections can
-    come from one address."""
+    """An address is an IPv4 address or an IPv6 /64 network. At most three quarters of all connections can come
+    from one address."""
     url_bytes: int = option(8 << 10, "length of a URL; longer URLs get 414", "max_url_bytes")
     header_bytes: int = option(64 << 10, "total size of all headers; larger headers get 431", "max_header_bytes")
     headers: int = 100
@@ -187,7 +187,7 @@ class ServerConfig:
     metrics_port: int = option(0, "port for GET /metrics without a key; 0: none", metavar="PORT")
     otlp_traces_endpoint: str = option("", "OTLP/HTTP address for traces (extra `otel`)", metavar="URL")
     """For example http://collector:4318/v1/traces. One trace per completion request."""
-    names: tuple[str, ...] = option((), "name of the model in the API; repeatable (default: the file name)", "name")
+    names: tuple[str, ...] = option((), "name of the model in the API; repeatable (default: end of --model)", "name")
     allow_origin: tuple[str, ...] = option((), "site whose pages may send requests (CORS); repeatable", metavar="URL")
     keep_billing_line: bool = option(False, "keep the line that some clients put at the head of the system text")
     """The line starts with `x-anthropic-billing-header:` and changes with every request. It is removed by default,

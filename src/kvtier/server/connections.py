@@ -31,9 +31,9 @@ class ConnectionTable(Generic[Connection]):
         idle --request head complete--> busy --response complete--> idle
 
     If an address is at its limit, its new connections replace its longest-idle connections. At the total limit, a new
-    connection replaces the longest-idle connection of the address that has the most idle connections.
-    Busy connections are not closed. An attacker without a key has only idle connections, because requests without a key
-    are answered at once. New connections, such as those of health checks, can therefore replace these connections.
+    connection replaces the longest-idle connection of the address that has the most idle connections. Busy connections
+    are not closed. An attacker without a key has only idle connections, because requests without a key are answered at
+    once. New connections, such as those of health checks, can therefore replace these connections.
     """
 
     def __init__(self, max_connections: int, max_per_address: int) -> None:

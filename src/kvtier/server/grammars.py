@@ -50,7 +50,7 @@ def answer_grammar(body: Sampling) -> AnswerGrammar | None:
         grammar = _grammar(kind, value)
         size, most = len(grammar.text.encode(errors="surrogatepass")), schemas.MAX_SCHEMA_BYTES
         if size > most:
-            raise ArgumentError(f"{size} bytes; the limit is {most}")
+            raise ArgumentError(f"the grammar has {size} bytes; the limit is {most}")
         if kind == "json":
             schemas.check_shape(json.loads(grammar.text) if isinstance(value, str) else value)
     except ArgumentError as error:

@@ -128,7 +128,7 @@ class Sampling(Strict):
     ignore_eos: bool | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     prompt_logprobs_start: Count | None = None
-    """Index of the first scored prompt token; 0 means 1. Only tokens before this token may come from the cache."""
+    """Index s of the first scored prompt token; 0 means 1. At most s - 1 tokens may come from the cache."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -12,7 +12,7 @@ from kvtier.metrics import Registry
 from kvtier.server.vllm_metrics import VllmMetrics
 
 _RECENT = 100  # number of requests that GET /state lists
-_WINDOW_SECONDS = 300.0  # window: period that the percentiles of the time to first token cover
+_WINDOW_SECONDS = 300.0  # period that the percentiles of the time to first token cover
 _WINDOW_MOST = 10_000  # maximum number of requests in the window
 
 
@@ -93,7 +93,7 @@ class RequestLog:
         return [asdict(record) for record in reversed(self._recent)]
 
     def ttft(self) -> dict[str, Any]:
-        """Return percentiles over the requests in the window. They are None if the window is empty."""
+        """Return percentiles of the time to first token in the window. They are None if the window is empty."""
         since = time.monotonic() - _WINDOW_SECONDS
         values = sorted(seconds for at, seconds in self._ttfts if at >= since)
         points = {f"p{percent}_seconds": _percentile(values, percent) if values else None for percent in (50, 90, 99)}

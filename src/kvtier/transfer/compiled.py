@@ -2,7 +2,8 @@
 
 A slice contains some blocks, with all layers or with one group of layers. It is submitted as a unit, and arrives or
 fails as a unit. With the strategy "staged", a slice fits into one slot of the staging ring, a buffer in device memory
-(staging.py). With other strategies, a slice has about `slice_bytes` bytes.
+(staging.py). With other strategies, a slice has about `slice_bytes` bytes; an urgent transfer has one slice per group
+of layers.
 
     slices of a transfer      blocks 0-31 | blocks 32-63 | ...         (blocks are sorted by destination)
     layer-wise transfer       the slices of layers 0-7, then the slices of layers 8-15, ...
@@ -89,7 +90,8 @@ def copy_table(device_side: I64, host_side: I64, nbytes: I64, direction: Directi
 
 
 _STAGE_ALIGNMENT = 256  # a gather kernel can load 16 bytes at once only from aligned addresses
-_FIRST_SHARE = 16  # the small chunk (see _staged_chunks) has 1/16 of the blocks or FIRST_CHUNK_BYTES if this is more
+# The small chunk (see _staged_chunks) has 1/16 of the blocks, at least FIRST_CHUNK_BYTES and at most a whole slot.
+_FIRST_SHARE = 16
 
 
 Tables = tuple[I64, I64 | None]

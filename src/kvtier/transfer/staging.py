@@ -47,7 +47,7 @@ _JUDGED = 4  # copies to time for each decision, because other traffic may slow 
 
 
 class StagingRing:
-    """Device memory for one direction, allocated on first use. Not thread-safe; the caller holds a lock."""
+    """Device memory for one direction, allocated on first use. Not thread-safe; the Lane holds its lock."""
 
     def __init__(self, direction: Direction, placement: Placement, config: TransferConfig, mover: Mover) -> None:
         self._direction = direction

@@ -2,9 +2,9 @@
 
     Plan ──submit──> device <─TransferManager─> host <─StoreWorker─> stores ──poll──> Report
 
-`wait`, `release`, `resize_host` and `close` wait for copies. `submit` waits only if one of its copies cannot start. A
-block has arrived when its data has arrived in all cache groups. The result of a failed transfer identifies exactly the
-lost blocks.
+Only `wait`, `release`, `resize_host` and `close` wait for copies. `submit` waits only if one of its copies cannot
+start. A block has arrived when its data has arrived in all cache groups. The result of a failed transfer identifies
+exactly the lost blocks.
 """
 
 from __future__ import annotations
@@ -203,7 +203,10 @@ class CacheController:
         return bool(self._in_flight)
 
     def wait(self, timeout: float) -> None:
-        """Wait for a transfer to end, at most `timeout` seconds. If copies and stores are busy, wait at most 1 ms."""
+        """Wait for a copy or a store to end, at most `timeout` seconds. Wait for a load rather than a save.
+
+        If copies and stores are busy, wait at most 1 ms.
+        """
         copies = sorted(self._in_flight.values(), key=lambda job: job.transfers[0].route is not Route.HOST_TO_DEVICE)
         if copies and not self._stores.is_busy:
             with contextlib.suppress(TransferTimeoutError):

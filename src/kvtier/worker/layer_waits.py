@@ -40,8 +40,8 @@ class LayerWaits:
     def _wait(self, copy: TransferHandle, layer: int, stream: Stream | None) -> None:
         """Wait until the layer has arrived or its load has failed. After a timeout, wait again.
 
-        A wait can time out because the process was suspended. If it ended then, the layer would be computed without its
-        blocks, and the step would count as valid if the blocks arrive later.
+        A wait can time out because the process was suspended. If the wait ended then, the layer would be computed
+        without its blocks, and the step would count as valid if the blocks arrive later.
         """
         while True:
             try:

@@ -318,7 +318,9 @@ def gcc_version() -> tuple[int, ...]:
     """Return the version of gcc, or an empty tuple if it is not installed."""
     if shutil.which("gcc") is None:
         return ()
-    text = subprocess.run(["gcc", "-dumpfullversion"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(
+        ["gcc", "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, check=True
+    ).stdout
     return tuple(map(int, text.strip().split(".")))
 
 
@@ -358,7 +360,10 @@ def test_chunk_attention_does_not_depend_on_the_chunks(code, threads):
 
 @pytest.mark.skipif(gcc_version() < (9,), reason="needs gcc 9")
 def test_chunk_attention_ignores_fma_default_of_compiler(monkeypatch, tmp_path):
-    """For some processors, gcc 13 avoids fused multiply-add in loops with a single sum. Here, gcc always avoids it."""
+    """For some processors, gcc 13 avoids fused multiply-add in loops with a single sum.
+
+    Here, CC has an option that always avoids it. The flags of kvtier override this option.
+    """
     monkeypatch.setenv("CC", "gcc --param=avoid-fma-max-bits=512")
     monkeypatch.setenv("KVTIER_CACHE_DIR", str(tmp_path))
     check_chunks(native.__wrapped__().code)

@@ -80,7 +80,10 @@ def test_prompt_logprobs_have_ranks_and_alternatives(llama):
 
 
 def test_prompt_logprobs_in_mixed_batches_equal_transformers(llama):
-    """The requests run in the same steps. One request has no log-probabilities, and one has two answers."""
+    """Requests share steps and cached blocks, use drafts, and are sometimes preempted.
+
+    One request has no prompt log-probabilities, and one has two answers.
+    """
     model, oracle = llama
     given = prompts(2, 30, 12, 25, 30, 9, 1, shared=[20, 20, 20, 20, 0, 0])
     engine = make_engine(model, 24, 4, max_step_tokens=16, proposer=NgramProposer(2))

@@ -102,7 +102,7 @@ def test_copied_cache_is_not_saved():
 
 
 def test_reordered_rows_of_cache_are_not_saved():
-    """PrefixCache does not track exchanged rows. After an exchange, it saves no more blocks."""
+    """After an exchange of rows, PrefixCache saves no more blocks of this cache, because it would store wrong KV."""
     model = shared_model("llama")
     ids = prompt(9, rows=2)
     with PrefixCache(model, host_bytes="1MiB", block_tokens=4) as prefix, torch.no_grad():

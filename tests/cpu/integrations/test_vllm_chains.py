@@ -156,7 +156,8 @@ def write_weights(path, changed=None):
 def test_files_digest_depends_on_every_vector_and_bias(tmp_path):
     """Models that differ in one vector or bias must not share KV.
 
-    `files_digest` samples each file, and reads all vectors and biases, because the samples miss most of them.
+    `files_digest` samples each file, and each vector and bias on its own, because the samples of a file miss most of
+    them.
     """
     path = tmp_path / "model.safetensors"
     first, tensors = write_weights(path)

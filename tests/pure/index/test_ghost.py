@@ -45,8 +45,8 @@ def paths() -> st.SearchStrategy[list[list[int]]]:
 def naive_hits(requests: list[list[int]], grew: list[bool], size: int, *, fifo: bool) -> list[bool]:
     """Return one bool per mark of the requests: True if a cache of `size` marks holds the mark before the request.
 
-    `grew` has one bool per request: True if the request adds blocks to the cache. If not, the request does not change
-    a FIFO cache.
+    `grew` has one bool per request: True if the request adds blocks to the real cache. If not, and if `fifo` is True,
+    the request does not change the cache of marks.
     """
     held: OrderedDict[int, None] = OrderedDict()
     found = []
@@ -250,7 +250,8 @@ def test_ghost_memory_is_bounded():
 def reachable_bytes(root: object) -> int:
     """Return the size in bytes of `root` and all objects reachable from it, except classes, modules and functions.
 
-    Unlike the figures of tracemalloc, the result does not depend on code that ran before.
+    Unlike the figures of tracemalloc, the result does not depend on code that ran before: CPython reuses freed tuples,
+    and tracemalloc counts a reused tuple for the line that first allocated it.
     """
     seen: dict[int, object] = {}
     found = [root]

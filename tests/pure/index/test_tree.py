@@ -230,7 +230,10 @@ def test_drop_of_child_does_not_list_next_victim_as_duplicate():
 
 
 def test_match_within_skips_exact_child_outside_device():
-    """The next block of `exact` is only on the host. The next block of `near` begins with the same two tokens."""
+    """The next block of `exact` is only on the host, so the next block of `near` is matched.
+
+    This block is on the device and begins with the same two tokens.
+    """
     tree = tree_of(8, 8)
     exact, near = (Chain(NAMESPACE, [1] * BLOCK + [2, 2, last, last]) for last in (2, 9))
     for chain in (exact, near):

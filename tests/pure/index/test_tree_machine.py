@@ -300,9 +300,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.open)
     @rule(which=ANY, max_tokens=st.integers(1, 2))
     def match_within(self, which, max_tokens):
-        """Match the tokens that follow a leased path with the first tokens of each next block in the tree.
+        """Match the tokens that follow a leased path with the first tokens of each next block on the device.
 
-        The result must be the longest match, unless the tree skips nodes with media.
+        The result must be the longest match, unless the prompt or a node below the path has media.
         """
         pair = self.open[which % len(self.open)]
         spec, end = pair.holder.spec, pair.holder.end

@@ -180,7 +180,10 @@ def test_tenant_with_deleted_key_can_store_again(reopen, folder):
 
 
 def test_restored_key_finds_no_objects_of_deleted_key(reopen, folder):
-    """Opening the store without a key erases the records of this key, so restoring the key later finds no objects."""
+    """Opening the store after a key file was deleted erases the records of the key.
+
+    Restoring the key file later does not bring back the objects.
+    """
     store = reopen()
     store.write([tenant_write(1, SHOP)])
     kept = key_files(folder)[0]

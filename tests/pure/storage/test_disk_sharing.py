@@ -295,8 +295,6 @@ class SlowFiles:
     """File operations whose writes block until `gate` is set."""
 
     def __init__(self) -> None:
-        from kvtier.storage.disk.files import Files
-
         self._files, self.gate, self.is_waiting = Files(), threading.Event(), threading.Event()
 
     def __getattr__(self, name):

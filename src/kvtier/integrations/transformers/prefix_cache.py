@@ -103,9 +103,9 @@ class PrefixCache:
     ) -> PrefixKV:
         """Return a cache that is filled with the longest cached prefix of these prompts.
 
-        The last token of a prompt is never in the cache. In a batch, all rows are filled up to the
-        leftmost column at which a row's cached prefix ends. With `max_length`, return a StaticCache of this length,
-        otherwise a DynamicCache. Prompts with different salts do not share blocks.
+        The last token of a prompt is never in the cache. In a batch, all rows are filled up to the leftmost column at
+        which a row's cached prefix ends. With `max_length`, return a StaticCache of this length, otherwise a
+        DynamicCache. Prompts with different salts do not share blocks.
         """
         ids, padding = self._prompts(input_ids, attention_mask, others)
         if num_return_sequences < 1:

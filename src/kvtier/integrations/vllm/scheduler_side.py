@@ -71,7 +71,7 @@ class SchedulerSide:
         drops_last_block: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """With `drops_last_block`, offer one block less, because EAGLE needs the hidden states of the last block."""
+        """With `drops_last_block`, offer one block less: EAGLE needs the hidden states of the last matched block."""
         self._config, self._extra_keys, self._clock = config, extra_keys, clock
         self._num_device_blocks = num_device_blocks
         self._drops_last_block = drops_last_block

@@ -192,7 +192,7 @@ class Catalog:
         return own
 
     def coldest_segment(self, except_slot_bytes: int = 0) -> int | None:
-        """Return the number of the least recently used segment that has no holds and another slot size."""
+        """Return the number of the least recently used segment without holds. Skip one slot size."""
         candidates = (s for s in self._segments.values() if not s.num_holds and s.shape.slot_bytes != except_slot_bytes)
         coldest = min(candidates, key=lambda segment: segment.used_at, default=None)
         return coldest.shape.number if coldest else None

@@ -44,6 +44,7 @@ class SlotClient:
     """The counterpart of SlotAllocator in a process that does not own the folder. Thread-safe.
 
     Lookups and writes use separate connections, so that a lookup does not wait while the owner makes room for a write.
+    Requests for held objects use the connection for lookups, so a lookup may wait for `sync_object`.
     """
 
     def __init__(

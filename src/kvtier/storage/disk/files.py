@@ -60,11 +60,11 @@ class Files:
             os.ftruncate(descriptor, nbytes)  # without a reservation, writing a slot may fail on a full disk
 
     def lock(self, descriptor: int, start: int, nbytes: int) -> None:
-        """Lock bytes of a file until the descriptor is closed. Raise OSError if another descriptor has locked them."""
+        """Lock bytes of a file until the descriptor is closed. Raise OSError if another open file has locked them."""
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0))
 
     def is_locked(self, descriptor: int, start: int, nbytes: int) -> bool:
-        """True if another descriptor has locked some of these bytes."""
+        """True if another open file has locked some of these bytes."""
         asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, nbytes, 0)
         kind: int = _LOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))[0]
         return kind != fcntl.F_UNLCK

@@ -293,7 +293,10 @@ class SlotAllocator:
         self._wipe([entry])
 
     def give_back(self, places: Iterable[SlotRef]) -> None:
-        """Blank the records of unpublished slots and free the slots. A slot in use by a client is freed later."""
+        """Blank the records of unpublished slots and free the slots.
+
+        A slot to which a client is still writing is freed later. A slot whose record cannot be blanked is not reused.
+        """
         for place in places:
             try:
                 self._blank([place])

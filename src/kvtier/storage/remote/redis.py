@@ -37,8 +37,9 @@ _SMALL_BYTES = 1 << 14  # pieces up to this size are joined, larger pieces are s
 _READ_BYTES = 1 << 18  # per recv; 576 MiB/s with 256 KiB, 493 MiB/s with 64 KiB (values of 1 MiB, loopback, 2026-11-15)
 
 
-# A server runs one command at a time, and parallel puts cost CPU time. A large batch for one server is therefore split
-# only on four or more cores. Write rate as a share of the raw client's rate (32 objects of 1 MiB, 2 cores, 2026-11-15):
+# A server runs one command at a time, and parallel puts cost CPU time. A batch for one server that is not above
+# max_put_bytes is therefore split only on four or more cores. Write rate as a share of the raw client's rate (32
+# objects of 1 MiB, 2 cores, one of them used by the server, 2026-11-15):
 #
 #                in one put      in eight puts
 #   one server   0.87 to 0.97    0.78 to 0.87
